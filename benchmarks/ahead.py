@@ -39,7 +39,12 @@ from pyrl_ext.train.serve import healthy
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "tiny_turns.yaml"
 BAR = 0.8
-SERVERS, LATENCY, TURNS, PROMPTS, SIZE = 2, 0.05, 24, 2, 4  # more keep two cores busy alone
+# more keep two cores busy alone
+SERVERS = 2
+LATENCY = 0.05
+TURNS = 24
+PROMPTS = 2
+SIZE = 4
 MICROBATCH = 64  # tokens
 WARM = 3  # steps that are not counted: kernels, caches and, with ahead, the first rollouts
 PATIENCE = 120.0  # for servers to start [s]
@@ -52,7 +57,9 @@ class Slow:
     """
 
     def __init__(self, guesses: int, higher: str, lower: str, latency: float):
-        self.left, self.answers, self.latency = guesses, (higher, lower), latency
+        self.left = guesses
+        self.answers = (higher, lower)
+        self.latency = latency
 
     def start(self, prompt: Prompt) -> None:
         """The prompt is the first context."""
@@ -67,15 +74,25 @@ class Slow:
 
 def overrides(options: argparse.Namespace) -> list[str]:
     """Keys of the run, but for its folder, servers and ahead; those of the command line win."""
-    turns, given = options.turns, {key.partition("=")[0] for key in options.keys}
+    turns = options.turns
+    given = {key.partition("=")[0] for key in options.keys}
     keys = [
-        *(f"batching.prompts={PROMPTS}", f"batching.samples_per_prompt={SIZE}", "threads=1"),
+        f"batching.prompts={PROMPTS}",
+        f"batching.samples_per_prompt={SIZE}",
+        "threads=1",
         f"batching.tokens_per_microbatch={MICROBATCH}",
-        *("turns.environment=benchmarks.ahead:Slow", "turns.form=concatenated"),
-        *(f"turns.options.guesses={turns}", f"turns.options.latency={options.latency}"),
-        *(f"turns.max_turns={turns}", f"turns.max_tokens={2 * turns + 8}"),
-        *(f"steps={options.steps}", "evaluate.every=0", "checkpoint.every=0", "log.progress=false"),
-        *("rollout.max_num_seqs=128", "rollout.record=rollouts"),
+        "turns.environment=benchmarks.ahead:Slow",
+        "turns.form=concatenated",
+        f"turns.options.guesses={turns}",
+        f"turns.options.latency={options.latency}",
+        f"turns.max_turns={turns}",
+        f"turns.max_tokens={2 * turns + 8}",
+        f"steps={options.steps}",
+        "evaluate.every=0",
+        "checkpoint.every=0",
+        "log.progress=false",
+        "rollout.max_num_seqs=128",
+        "rollout.record=rollouts",
     ]
     return [key for key in keys if key.partition("=")[0] not in given] + options.keys
 
@@ -124,11 +141,18 @@ def parts_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     mean = {
         name: statistics.mean(row.get(name, 0.0) for row in rows)
         for name in (
-            *("time/step", "time/rollout", "time/publish", "time/old_logprobs", "age/mean"),
-            *("publish/seconds", "servers/seconds"),
+            "time/step",
+            "time/rollout",
+            "time/publish",
+            "time/old_logprobs",
+            "age/mean",
+            "publish/seconds",
+            "servers/seconds",
         )
     }
-    seconds, wait, gather = mean["time/step"], mean["time/rollout"], mean["time/publish"]
+    seconds = mean["time/step"]
+    wait = mean["time/rollout"]
+    gather = mean["time/publish"]
     return dict(
         seconds=seconds,
         wait=wait,
@@ -161,7 +185,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Plan, list[dict[
     Rounds take turns, so that a busy time of the machine meets every value; the round of the
     middle step time counts.
     """
-    keys, rounds = overrides(options), dict[int, list[dict[str, float]]]()
+    keys = overrides(options)
+    rounds = dict[int, list[dict[str, float]]]()
     with served(folder, keys) as servers:
         plan = compile_plan(CONFIG, [*keys, servers])
         for number in range(options.rounds):
@@ -179,7 +204,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Plan, list[dict[
 
 def show(steps: Sequence[dict[str, Any]]) -> bool:
     """Print the table; whether every value of ahead reaches the bar."""
-    generate, train = steps[0]["wait"], steps[0]["train"]
+    generate = steps[0]["wait"]
+    train = steps[0]["train"]
     bound = max(generate, train)
     print(f"alone: generate {generate:.3f} s, train {train:.3f} s; bound {bound:.3f} s a step")
     print("ahead  step [s]  waited  publish  of it alone  train  of the bound  mean age  against 0")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ahead_forecast FILE``: simulated engines apart against measured ones.
+"""``python -m benchmarks.ahead_forecast FILE``: simulated remote engines against measured ones.
 
 FILE (or - for standard input) is what ``python -m benchmarks.ahead --json`` prints: the size of a
 step, and for several values of rollout.ahead the measured seconds of a step, of the trainer's parts

@@ -20,8 +20,13 @@ from benchmarks.ahead import served, train_in
 from pyrl_ext.metrics.sinks import read_rows
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
-AHEAD, SEEDS, STEPS, EVERY = (0, 1, 2), (0, 1, 2), 200, 10
-LEVELS, LAST = (0.8, 0.9), 5  # held-out reward; evaluations at the end
+AHEAD = (0, 1, 2)
+SEEDS = (0, 1, 2)
+STEPS = 200
+EVERY = 10
+# held-out reward; evaluations at the end
+LEVELS = (0.8, 0.9)
+LAST = 5
 COMMON = ("threads=1", f"steps={STEPS}", f"evaluate.every={EVERY}", "log.progress=false")
 CORRECTION = "objective.anchor=rollout"
 COLOURS = ("#0072B2", "#D55E00", "#009E73")

@@ -80,7 +80,8 @@ def held(make: Callable[[list[Sample]], Any], mine: list[Sample]) -> dict[str, f
     before = resident() - sum(s.routes.nbytes for s in samples if s.routes is not None)
     start = time.perf_counter()
     kept = make(samples)
-    seconds, most = time.perf_counter() - start, resident(peak=True) - before
+    seconds = time.perf_counter() - start
+    most = resident(peak=True) - before
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of freed memory is not the batch
     stays = resident() - before
@@ -90,7 +91,8 @@ def held(make: Callable[[list[Sample]], Any], mine: list[Sample]) -> dict[str, f
 
 def on_rank(group: dist.ProcessGroup, samples: int, tokens: int) -> dict[str, Any]:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # freed memory leaves the process
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     options = (f"parallel.dp={ranks}", f"parallel.ep={ranks}", "rollout.tp=1", "hardware.gpu=null")
     plan = compile_plan(CONFIG, (*options, "batching.minibatches=1"))
     topo = replace(one_rank(plan), rank=rank, world_size=ranks, hosts=(0,) * ranks)

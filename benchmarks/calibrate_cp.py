@@ -43,7 +43,8 @@ CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SHAPES = ((64,) * 4, (256,), (64,) * 16, (1024,), (256,) * 8, (2048,), (1024, 512, 256), (3072,))
 """Lengths of the samples of each microbatch."""
 ROUNDS = 7
-USUAL, MOST = 0.05, 0.15
+USUAL = 0.05
+MOST = 0.15
 """Relative errors of a fit: those that are expected, and the largest that is trusted."""
 
 
@@ -95,20 +96,24 @@ def group_plan(config: str, overrides: Sequence[str], size: int) -> Plan:
 
 def sizes_of(plan: Plan) -> list[int]:
     """Ranks of the groups to measure: 1, and the larger sizes that groups of the plan may have."""
-    grid, largest = plan.parallel.dp * plan.parallel.cp, plan.parallel.dynamic_cp
+    grid = plan.parallel.dp * plan.parallel.cp
+    largest = plan.parallel.dynamic_cp
     return [1, 2] if largest is None else sorted({1, *cp_sizes(grid, plan.parallel.cp, largest)})
 
 
 def report(timed: Sequence[Timed], cost: CostModel) -> list[str]:
-    """Every measured point beside its fit, whether the fit is to be trusted, and the section."""
-    lines, errors = [], [predicted(cost, each) / each.seconds - 1 for each in timed]
+    """Every measured point next to its fit, whether the fit is to be trusted, and the section."""
+    lines = []
+    errors = [predicted(cost, each) / each.seconds - 1 for each in timed]
     for each, error in zip(timed, errors, strict=True):
         shape = f"CP {each.cp_size}, {len(each.lengths)} x at most {max(each.lengths)} tokens"
-        took, fitted = 1e3 * each.seconds, 1e3 * predicted(cost, each)
+        took = 1e3 * each.seconds
+        fitted = 1e3 * predicted(cost, each)
         lines.append(
             f"# {shape}: {took:.1f} ms (+- {each.spread:.0%}), fitted {fitted:.1f} ms: {error:+.0%}"
         )
-    worst, spread = max(map(abs, errors)), max(each.spread for each in timed)
+    worst = max(map(abs, errors))
+    spread = max(each.spread for each in timed)
     if max(worst, spread) > MOST:
         verdict = (
             f"NOT to be trusted, expected errors and rounds within {MOST:.0%}. Measure again while "
@@ -133,7 +138,8 @@ def fit(timed: Sequence[Timed]) -> CostModel:
     exchanges = []
     for size in sorted({t.cp_size for t in timed} - {1}):
         shared = [t for t in timed if t.cp_size == size]
-        own, part = CostModel(token, square, launch), (size - 1) / size
+        own = CostModel(token, square, launch)
+        part = (size - 1) / size
         beyond = _robust(
             [(1.0, sum(t.lengths) * part, sum(n * n for n in t.lengths)) for t in shared],
             [t.seconds - predicted(own, t) for t in shared],
@@ -173,14 +179,16 @@ def _least_squares(
     table = torch.tensor(rows, dtype=torch.float64) / unit[:, None]
     sought = torch.tensor(values, dtype=torch.float64) / unit
     scale = table.abs().amax(0)
-    best, least = torch.zeros_like(scale), sought.square().sum()
+    best = torch.zeros_like(scale)
+    least = sought.square().sum()
     for count in range(1, len(scale) + 1):
         for chosen in map(list, combinations(range(len(scale)), count)):
             part = (table / scale)[:, chosen]
             found = torch.linalg.lstsq(part, sought[:, None]).solution[:, 0]
             error = (part @ found - sought).square().sum()
             if (found >= 0).all() and error < least:
-                best, least = torch.zeros_like(scale), error
+                best = torch.zeros_like(scale)
+                least = error
                 best[chosen] = found
     return (best / scale).tolist()
 
@@ -202,7 +210,8 @@ def as_yaml(cost: CostModel) -> str:
 def measure(plan: Plan, shapes: Sequence[Sequence[int]]) -> list[Timed]:
     """Time microbatches that all ranks of the plan share as one group."""
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
 
         def seconds(copies: BatchShard) -> float:
             start = time.perf_counter()
@@ -233,7 +242,9 @@ def _timed(size: int, lengths: tuple[int, ...], taken: Sequence[float]) -> Timed
 
 def _shard(policy: Policy, lengths: Sequence[int], copies: int) -> BatchShard:
     """Random samples of these lengths, once in each of ``copies`` microbatches."""
-    plan, topo, rows = policy.plan, policy.topo, copies * sum(lengths)
+    plan = policy.plan
+    topo = policy.topo
+    rows = copies * sum(lengths)
     draw = torch.Generator().manual_seed(0)
     batch = Batch(
         seqlens=tuple(lengths) * copies,

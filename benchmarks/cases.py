@@ -55,6 +55,7 @@ def with_gpu_bars(family: str, case: Case) -> Case:
     """The case with the bars that it has on a GPU."""
     for start, at_least, at_most in GPU_BARS.get(family, ()):
         if case.name.startswith(start):
-            least, most = {**case.at_least, **at_least}, {**case.at_most, **at_most}
+            least = {**case.at_least, **at_least}
+            most = {**case.at_most, **at_most}
             case = replace(case, at_least=least, at_most=most)
     return case

@@ -45,7 +45,9 @@ def expert_rows(device: str, shrink: int = 1) -> Iterator[Case]:
             leaf = args[1].detach().requires_grad_()
             return lambda: [*torch.autograd.grad(run(args[0], leaf, args[2])[0], leaf, grad)]
 
-        name, rows, dense = f"{tokens}, {top_k} of {experts}", tokens * top_k, tokens * experts
+        name = f"{tokens}, {top_k} of {experts}"
+        rows = tokens * top_k
+        dense = tokens * experts
         written = 28 * rows + 8 * tokens
         yield Case(
             f"forward, {name}",

@@ -1,4 +1,4 @@
-"""experts: a layer's routed experts forward and backward, beside megatron's one after the other."""
+"""experts: a layer's routed experts forward and backward, and megatron's, one after the other."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -88,8 +88,9 @@ def both_ways(
 
 
 def close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Whether each of both is equal up to 1e-5 of its largest, in bfloat16 up to 2 %."""
-    pairs, bound = zip(ours, theirs, strict=True), 1e-5 if ours[0].dtype == torch.float32 else 2e-2
+    """True if each of both is equal up to 1e-5 of its largest, in bfloat16 up to 2 %."""
+    pairs = zip(ours, theirs, strict=True)
+    bound = 1e-5 if ours[0].dtype == torch.float32 else 2e-2
     return all((a - b).abs().max() <= bound * b.abs().max() for a, b in pairs)
 
 

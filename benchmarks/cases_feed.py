@@ -15,7 +15,9 @@ from pyrl_ext.parallel.topology import Place
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 
-LAYERS, TOP_K, EXPERTS = 46, 4, 64
+LAYERS = 46
+TOP_K = 4
+EXPERTS = 64
 TOKENS = 131_072
 FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "advantages")
 
@@ -39,7 +41,8 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
 
     def in_torch() -> list[Tensor]:
         rows = Microbatch.of(shard, 0, place).rows
-        real, at = rows >= 0, rows.clamp(min=0)
+        real = rows >= 0
+        at = rows.clamp(min=0)
         fields = [torch.where(real, getattr(batch, name)[at], 0) for name in FIELDS]
         spread = torch.arange(len(rows) * TOP_K).remainder(EXPERTS).view(-1, 1, TOP_K)
         routes = torch.where(real[:, None, None], narrow[at], spread)
@@ -73,7 +76,8 @@ def _field(micro: Microbatch, name: str) -> Tensor:
 
 
 def _batch(lengths: tuple[int, ...]) -> Batch:
-    total, g = sum(lengths), torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    g = torch.Generator().manual_seed(0)
     return Batch(
         seqlens=lengths,
         tokens=torch.randint(154_880, (total,), generator=g),

@@ -36,16 +36,19 @@ def _pad_removal(device: str, longest: int) -> Iterator[Case]:
     lengths = uniform(512, longest)
     total = sum(lengths)
     batch, mask = pad(torch.arange(1, total + 1), lengths, longest)  # 0 is padding
-    flat, zero = batch.view(-1).to(device), torch.zeros((), dtype=torch.int64, device=device)
+    flat = batch.view(-1).to(device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     starts = [i * longest + int(row.int().argmax()) for i, row in enumerate(mask)]
     placed = TokenLayout(lengths, CP, starts=tuple(starts))
     rows = placed.rows(0).to(device)
-    padded, on_device = batch.to(device), mask.to(device)
+    padded = batch.to(device)
+    on_device = mask.to(device)
 
     def with_map(fresh: TokenLayout) -> Tensor:
         return gather_rows(flat, fresh.rows(0).to(device, non_blocking=True), zero)
 
-    ids, size = f"ids 512 x {longest}", 8 * len(rows)
+    ids = f"ids 512 x {longest}"
+    size = 8 * len(rows)
     loop = {"loop": lambda: pad_removal_loop(padded, on_device)}
     removal = f"pad removal, {ids}"
     yield Case(
@@ -68,7 +71,8 @@ def _pad_removal(device: str, longest: int) -> Iterator[Case]:
 
 def map_loop(lengths: Sequence[int]) -> Tensor:
     """Rows of rank 0, built a sequence at a time."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for n in lengths:
         chunk = -(-n // (2 * CP))
         at = torch.arange(2 * CP * chunk)

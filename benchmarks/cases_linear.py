@@ -18,10 +18,13 @@ from benchmarks.measure import Case, call_seconds
 from pyrl_ext.loss import fused_head as fused
 from pyrl_ext.loss.fused_head.chunking import plan_call
 
-FLASH, LARGE = (2048, 154880), (5120, 151552)  # hidden, vocabulary: GLM-4.7-Flash, 355B
+# hidden, vocabulary: GLM-4.7-Flash, 355B
+FLASH = (2048, 154880)
+LARGE = (5120, 151552)
 # Most seconds of one product on a CPU: the number of rows follows from it where the instruction set
 # has no bfloat16 products.
-PRODUCT_SECONDS, FEWEST_ROWS = 0.5, 16
+PRODUCT_SECONDS = 0.5
+FEWEST_ROWS = 16
 TENSOR_CORE_ERROR = 3e-5  # [nats]: their sums of 2048 products are cut off, not rounded
 FITS = 100e9  # bytes that all logits, their softmax and the gradients of both may take on cuda
 
@@ -73,7 +76,7 @@ def _shapes(device: str) -> list[tuple[str, int, int, int, torch.dtype]]:
 
 
 def _fast(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies ``dtype`` about as fast as float32."""
+    """True if this processor multiplies ``dtype`` about as fast as float32."""
     return dtype == torch.float32 or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
@@ -82,7 +85,8 @@ def _rows(size: int, vocab: int, dtype: torch.dtype) -> int:
     rows = 512
     if _fast(dtype):
         return rows
-    x, w = torch.ones(FEWEST_ROWS, size, dtype=dtype), torch.ones(vocab // 8, size, dtype=dtype)
+    x = torch.ones(FEWEST_ROWS, size, dtype=dtype)
+    w = torch.ones(vocab // 8, size, dtype=dtype)
     logits = x @ w.t()
     products = (lambda: x @ w.t(), lambda: logits @ w, lambda: logits.t() @ x)
     slowest = max(min(call_seconds(product, "cpu", 0.0, 2)) for product in products)
@@ -105,8 +109,9 @@ def _bar(weight: Tensor) -> dict[str, float]:
 
 @cache
 def _ahead() -> bool:
-    """Whether oneDNN multiplies float32 at least 1.5 times as fast as torch's BLAS here."""
-    x, w = torch.ones(512, 512), torch.ones(1024, 512)
+    """True if oneDNN multiplies float32 at least 1.5 times as fast as torch's BLAS here."""
+    x = torch.ones(512, 512)
+    w = torch.ones(1024, 512)
     blas, onednn = (
         min(call_seconds(product, "cpu", 0.05, 5))
         for product in (
@@ -191,7 +196,7 @@ def _written(problem: Problem) -> int:
 
 
 def agree(ours: Values, theirs: Values, cached: bool) -> bool:
-    """Whether results differ by no more than float32, bfloat16 products or logits rounded to
+    """True if results differ by no more than float32, bfloat16 products or logits rounded to
     bfloat16 (an error of 0.03) allow.
 
     Ours in the cache are rounded too, which gradients show. A sum over tokens has their mean's
@@ -214,7 +219,8 @@ def _product(problem: Problem) -> tuple[int, Callable[[], Tensor]]:
     hidden, weight, targets, _ = problem
     call = plan_call("linear_logprob", hidden, weight, targets, None, chunk_bytes=fused.CHUNK_BYTES)
     chunk = call.chunks[0].part.stop
-    x, rows = hidden.detach()[:chunk], weight.detach()
+    x = hidden.detach()[:chunk]
+    rows = weight.detach()
     return chunk, lambda: torch.mm(x, rows.t())
 
 
@@ -241,7 +247,8 @@ def _others(
     """Loops over chunks of tokens that are computed again in the backward; torch with all logits
     where they fit. ``bf16 logits``: the product is rounded to bfloat16, then softmax in float32."""
     hidden, weight, targets, _ = problem
-    narrow, on_cpu = weight.dtype == torch.bfloat16, not weight.is_cuda
+    narrow = weight.dtype == torch.bfloat16
+    on_cpu = not weight.is_cuda
     found: dict[str, Callable[[], Values]] = {}
     # products of float32 run at a tenth of the rate on a GPU: there only of the fewer tokens
     if on_cpu or len(hidden) <= 8192:

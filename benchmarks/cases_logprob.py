@@ -49,7 +49,8 @@ def _cases(
     device: str,
 ) -> Iterator[Case]:
     logits, targets, _ = problem
-    size, of_rows = logits.nbytes, 8 * len(logits)
+    size = logits.nbytes
+    of_rows = 8 * len(logits)
     name = f"{len(logits)} x {logits.shape[1]} {str(logits.dtype)[6:]}"
     exact = exact_error(peers.eager_as_is(logits[:EXACT_ROWS].double(), targets[:EXACT_ROWS]))
     yield Case(
@@ -103,7 +104,7 @@ def exact_error(exact: peers.Pair) -> Callable[[Values], float]:
 
 
 def agree(ours: Values, theirs: Values) -> bool:
-    """Whether a baseline computes what ours does: log-probs and entropies to 5e-3 or their dtype
+    """True if a baseline computes what ours does: log-probs and entropies to 5e-3 or their dtype
     (torch's entropy is off by 1e-4 on processors without AVX-512), gradients to the logits' dtype.
     """
 

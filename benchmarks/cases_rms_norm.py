@@ -33,7 +33,8 @@ def rms_norm(device: str, shrink: int = 1) -> Iterator[Case]:
     for rows, heads, width, dtype in SIZES:
         rows //= shrink
         wide = torch.randn(rows, 10 * heads if heads > 1 else 1, width, device=device, dtype=dtype)
-        x, weight = wide[:, -heads:], torch.rand(width, device=device, dtype=dtype)
+        x = wide[:, -heads:]
+        weight = torch.rand(width, device=device, dtype=dtype)
         grads = torch.randn(2, *x.shape, device=device, dtype=dtype).unbind()
         name = f"{rows} x {f'{heads} of {10 * heads} x ' * (heads > 1)}{width}, {str(dtype)[6:]}"
         one = dtype.itemsize * x.numel()  # bytes of the rows

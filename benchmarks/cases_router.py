@@ -24,12 +24,15 @@ class Given:
 def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
     """The operator alone, against the same steps in torch; then a whole router from its logits,
     forward and backward. Ours takes the ids as they are kept, uint8; megatron's need int64."""
-    tokens, scale = 65536 // shrink, 1.8
+    tokens = 65536 // shrink
+    scale = 1.8
     for experts, top_k in [(64, 4), (160, 8)]:
         logits = torch.randn(tokens, experts, device=device)
-        scores, grad = logits.sigmoid(), torch.randn_like(logits)
+        scores = logits.sigmoid()
+        grad = torch.randn_like(logits)
         wide = torch.rand_like(logits).topk(top_k).indices
-        ids, given = wide.to(torch.uint8), Given(wide)
+        ids = wide.to(torch.uint8)
+        given = Given(wide)
 
         def ours(x: Tensor, ids: Tensor = ids) -> tuple[Tensor, Tensor]:
             return ops.replay_probs(x.sigmoid(), ids, "sum", scale, x.dtype)
@@ -39,7 +42,8 @@ def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
                 x, k, scaling_factor=scale, score_function="sigmoid", router_replay=given
             )
 
-        dense, chosen = tokens * experts, tokens * top_k
+        dense = tokens * experts
+        chosen = tokens * top_k
         name = f"{tokens} x {experts}, top {top_k}"
         yield Case(
             f"probs and map from scores, {name}",

@@ -44,7 +44,8 @@ def _backward(num_src: int, rows: Tensor, device: str) -> Case:
     width = 2048
     src = torch.zeros(num_src, width, dtype=torch.bfloat16, device=device)
     grad = torch.randn(len(rows), width, device=device).bfloat16()
-    fill, inverse = src.new_zeros(width), ops.invert_rows(rows, num_src)
+    fill = src.new_zeros(width)
+    inverse = ops.invert_rows(rows, num_src)
     missing = (rows < 0)[:, None]
     clamped = rows.clamp(min=0)
 

@@ -19,7 +19,7 @@ def in_torch(gate_up: Tensor, weight: Tensor) -> Tensor:
 
 
 def close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Whether each is equal up to a few rounding steps of its largest: torch rounds every step."""
+    """True if each is equal up to a few rounding steps of its largest: torch rounds every step."""
     step = 32 * torch.finfo(ours[0].dtype).eps
     pairs = zip(ours, theirs, strict=True)
     return all((a - b).abs().max() <= step * b.abs().max() for a, b in pairs)

@@ -70,7 +70,8 @@ def measured(group: Any, config: Path, rows: int, rounds: int) -> dict[str, tupl
         positions = torch.arange(layout.num_local) % (rows // 8)
         packed = PackedSequences(layout=layout, place=place, positions=positions, qkv_format="thd")
         hidden = torch.randn(layout.num_local, 1, layer.config.hidden_size)
-        sent, seconds = dict[str, int](), {way: list[float]() for way in WAYS}
+        sent = dict[str, int]()
+        seconds = {way: list[float]() for way in WAYS}
         for _ in range(rounds + 1):
             for way, layer.gathers_latents in WAYS.items():
                 dist.barrier()

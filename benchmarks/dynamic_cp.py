@@ -30,7 +30,9 @@ LINEAR = 16384
 """Tokens at which attention costs as much as everything else."""
 RANKS = (8, 16, 32, 64, 128)
 SEEDS = 20
-MEAN_BALANCE, WORST_BALANCE, MOST_MICROBATCHES = 1.02, 1.08, 1.10
+MEAN_BALANCE = 1.02
+WORST_BALANCE = 1.08
+MOST_MICROBATCHES = 1.10
 """The bars."""
 
 
@@ -86,12 +88,15 @@ def affine(limit: int) -> CostModel:
 
 def quality(plan: Iterable[Groups], lengths: Sequence[int], ranks: int, limit: int) -> Quality:
     """Measure a plan."""
-    slowest, count, tokens = 0.0, 0, 0
+    slowest = 0.0
+    count = 0
+    tokens = 0
     for groups in plan:
         count += 1
         slowest += max(sum(_cost(lengths[i]) for i in ids) / size for size, ids in groups)
         tokens += sum(size * lengths[i] for size, ids in groups for i in ids)
-    even, fewest = sum(map(_cost, lengths)) / ranks, -(-sum(lengths) // (ranks * limit))
+    even = sum(map(_cost, lengths)) / ranks
+    fewest = -(-sum(lengths) // (ranks * limit))
     return Quality(slowest / even, count / fewest, tokens / sum(lengths))
 
 
@@ -157,7 +162,8 @@ def rows_of(lengths: Lengths, ranks: int, seeds: int, greedy_seeds: int = 0) -> 
 def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
     """Milliseconds of processor time of the fastest call for a batch of the first distribution."""
     batch = DISTRIBUTIONS[0]._replace(per_rank=samples // ranks).of(ranks, 0)
-    limit, taken = DISTRIBUTIONS[0].limit, []
+    limit = DISTRIBUTIONS[0].limit
+    taken = []
     for _ in range(calls):
         start = time.process_time()
         search_native(CpGroups(ranks, limit, cost=affine(limit)).problem(batch))

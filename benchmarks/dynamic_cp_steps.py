@@ -66,7 +66,8 @@ def measured_costs() -> list[str]:
 
 def batch_of(lengths: Sequence[int]) -> passes.WholeBatch:
     """Random tokens and routes of the tiny model."""
-    g, rows = torch.Generator().manual_seed(0), sum(lengths)
+    g = torch.Generator().manual_seed(0)
+    rows = sum(lengths)
     scores = torch.rand(rows, 3, 8, generator=g)
     return passes.WholeBatch(
         seqlens=tuple(lengths),
@@ -94,12 +95,14 @@ def on_rank(
     os.environ["WORLD_SIZE"] = str(group.size())
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
-    seconds, batch = {way: list[float]() for way in WAYS}, batch_of(lengths)
+    seconds = {way: list[float]() for way in WAYS}
+    batch = batch_of(lengths)
     for _ in range(rounds):
         for way, found in seconds.items():
             plan = plan_of(way, limit, max(lengths), costs)
             with topology.start(plan) as topo:
-                policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+                policy = Policy.build(plan, topo)
+                loss = build_loss(plan.objective)
                 shard = passes.shard_of(policy, batch, Scheduler(plan).schedule(batch.seqlens))
                 policy.accumulate(shard, loss)  # the first allocates
                 dist.barrier()

@@ -68,8 +68,13 @@ SMALLER = {
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
 }
 COLUMNS = (
-    *("family", "as a small", "tensors of the whole", "logits differ by", "largest logit"),
-    *("weights there and back", "layers"),
+    "family",
+    "as a small",
+    "tensors of the whole",
+    "logits differ by",
+    "largest logit",
+    "weights there and back",
+    "layers",
 )
 TOKENS = 96
 ALLOWED = 1e-4
@@ -91,7 +96,7 @@ def smaller(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
-    """A random model of transformers with the config ``hf``, saved by it, with ``hf`` beside it as
+    """A random model of transformers with the config ``hf``, saved by it, with ``hf`` next to it as
     checkpoints have it."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
@@ -101,7 +106,7 @@ def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *biases]:
             noise = torch.randn(value.shape)
-            # beside one or zero, as the model's norms are centred
+            # next to one or zero, as the model's norms are centred
             value.copy_(value + 0.3 * noise if "norm" in name else spread * noise)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(hf))
@@ -141,7 +146,8 @@ def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, boo
     """A line of the table, and whether it is within the bar."""
     whole = config_of(source)
     hf = smaller(whole)
-    theirs, tokens = write_model(folder, hf), torch.randint(3, 512, (TOKENS,))
+    theirs = write_model(folder, hf)
+    tokens = torch.randint(3, 512, (TOKENS,))
     plan = plan_of(folder, hf)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
@@ -150,7 +156,8 @@ def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, boo
         off = (logits_of(policy, tokens) - exact).abs().max().item()
         third = (folder / "model.safetensors").stat().st_size // 3
         save_checkpoint_hf(folder / "back", policy.weights(), plan, topo, max_shard_bytes=third)
-    saved, back = load_file(folder / "model.safetensors"), {}
+    saved = load_file(folder / "model.safetensors")
+    back = {}
     for file in (folder / "back").glob("*.safetensors"):
         back |= load_file(file)
     equal = saved.keys() == back.keys() and all(back[n].equal(t) for n, t in saved.items())

@@ -62,13 +62,17 @@ class _Group:
 
 class _Microbatch:
     def __init__(self, how: Greedy, lengths: Sequence[int], num_ranks: int, limit: int) -> None:
-        self.how, self.lengths, self.limit, self.free = how, lengths, limit, num_ranks
+        self.how = how
+        self.lengths = lengths
+        self.limit = limit
+        self.free = num_ranks
         self.groups: list[_Group] = []
         self.by_load: dict[int, list[tuple[float, int]]] = {}  # size -> heap of (load, group)
 
     def take(self, left: list[int]) -> list[int]:
         """Place samples in order and return those that find no place."""
-        waiting, largest = [], self._needed(left[0])
+        waiting = []
+        largest = self._needed(left[0])
         for at, i in enumerate(left):
             needed = self._needed(i)
             if self.how.stops_balanced and needed < largest and self._balanced():
@@ -101,7 +105,8 @@ class _Microbatch:
             self.groups.append(_Group(needed))
             return self._join(i, len(self.groups) - 1)
         for size in sorted(sizes):
-            skipped, heap = [], self.by_load[size]
+            skipped = []
+            heap = self.by_load[size]
             while heap:
                 load, g = heapq.heappop(heap)
                 room = size * self.limit - self.groups[g].tokens

@@ -18,11 +18,22 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-# operators that only describe memory, beside those whose schema says that they return a view
+# operators that only describe memory, next to those whose schema says that they return a view
 NOTHING = {
-    *("_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided"),
-    *("new_empty", "new_empty_strided", "lift_fresh", "record_stream", "_local_scalar_dense"),
-    *("promote_types", "_record_function_enter_new", "_record_function_exit"),
+    "_unsafe_view",
+    "_reshape_alias",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "record_stream",
+    "_local_scalar_dense",
+    "promote_types",
+    "_record_function_enter_new",
+    "_record_function_exit",
 }
 
 
@@ -92,7 +103,8 @@ class _AsOne(torch.autograd.Function):
         counters = _counters()
         with _disable_current_modes(), torch.enable_grad():
             ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            ctx.out, ctx.name = run(*ctx.inputs), name
+            ctx.out = run(*ctx.inputs)
+            ctx.name = name
         for counter in counters:
             counter.add(name, [*tensors, ctx.out])
         return ctx.out.detach()

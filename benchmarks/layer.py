@@ -65,7 +65,8 @@ class OneLayer:
         """Forward and backward, after one of each that is not counted."""
         self.both()
         self.hidden.grad = None  # inside a model it is no leaf that adds up
-        forward, backward = Launches(), Launches()
+        forward = Launches()
+        backward = Launches()
         for weight in self.layer.parameters():
             weight.grad_added_to_main_grad = False  # what a gradient has added itself, as each step
         with _as_on_gpu(self.hidden.is_cuda):
@@ -110,8 +111,12 @@ def one_layer(
         plan = compile_plan(
             CONFIGS / "tiny.yaml",
             [
-                *(f"model.family={hf['model_type']}", f"model.config={folder}/config.json"),
-                *(f"model.dtype={dtype}", f"device={device}", f"run={folder}/run", "replay=off"),
+                f"model.family={hf['model_type']}",
+                f"model.config={folder}/config.json",
+                f"model.dtype={dtype}",
+                f"device={device}",
+                f"run={folder}/run",
+                "replay=off",
                 *("hardware.gpu=H100",) * (device == "cuda"),
             ],
         )
@@ -159,10 +164,14 @@ def floor(one: OneLayer) -> int:
     is written once, and so are their gradients. Attention reads queries, keys and values and
     writes as much as values; backward it reads those and the gradient, and writes three gradients.
     """
-    config, layer, rows = one.layer.config, one.layer, len(one.hidden)
+    config = one.layer.config
+    layer = one.layer
+    rows = len(one.hidden)
     size = one.hidden.element_size()
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    copies, width = rows * config.moe_router_topk, config.moe_ffn_hidden_size
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    copies = rows * config.moe_router_topk
+    width = config.moe_ffn_hidden_size
     experts = layer.mlp.experts
     # rows, input, output, weights of every product
     shared = config.moe_shared_expert_intermediate_size or 0
@@ -249,7 +258,8 @@ def main(arguments: Sequence[str]) -> int:
         with one_layer(config, tokens, experts, args.device, dtype) as one:
             ms = milliseconds(one, args.device)
             ways = one.counted()
-            moved, least = sum(way.moved for way in ways), floor(one)
+            moved = sum(way.moved for way in ways)
+            least = floor(one)
             cells = [f"{title}, {dtype}", f"{tokens}", f"{ms:.2f}", *(f"{w.count}" for w in ways)]
             cells += [f"{moved / 1e6:.1f}", f"{least / 1e6:.1f}", f"{moved / least:.2f}"]
             seen = kernels(one) if gpu else (0, "")

@@ -16,7 +16,8 @@ def lognormal(count: int, longest: int, total: int) -> tuple[int, ...]:
     def drawn(scale: float) -> np.ndarray:
         return np.clip(np.round(scale * tail), 1, longest).astype(int)
 
-    low, high = 0.0, float(longest)
+    low = 0.0
+    high = float(longest)
     for _ in range(60):
         scale = (low + high) / 2
         low, high = (scale, high) if drawn(scale).sum() < total else (low, scale)

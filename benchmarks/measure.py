@@ -1,4 +1,4 @@
-"""How a case is timed: repeated calls, beside copies of as many bytes and other ways to do it.
+"""How a case is timed: repeated calls, next to copies of as many bytes and other ways to do it.
 
 The median says what to expect on this machine as it is; rates and ratios compare the fastest
 calls, which other processes disturb least. What is compared takes turns, so that a slow minute
@@ -34,7 +34,8 @@ class Effort(NamedTuple):
     least: int
 
 
-FULL, QUICK = Effort(1.0, 3, 5), Effort(0.05, 1, 1)
+FULL = Effort(1.0, 3, 5)
+QUICK = Effort(0.05, 1, 1)
 effort = FULL
 
 
@@ -166,7 +167,8 @@ def check(case: Case) -> dict[str, float]:
     Raises:
         ValueError: our error is too large, or a baseline's result is not the operation's.
     """
-    ours, errors = case.run(), {}
+    ours = case.run()
+    errors = {}
     if case.error:
         errors["ours"] = case.error(ours)
         if not errors["ours"] <= case.error_at_most:  # NaN too
@@ -244,7 +246,8 @@ def _in_turns(
 
 
 def _two_threads(run: Callable[[], Any]) -> float:
-    before, fastest = torch.get_num_threads(), {}
+    before = torch.get_num_threads()
+    fastest = {}
     try:
         for threads in (1, 2) * (2 * effort.rounds):  # many: both cores must be free at once
             torch.set_num_threads(threads)

@@ -51,7 +51,8 @@ class Pipeline(MultiModulePipelineCommunicator):
     stages are one apart, and context-parallel ranks count as tensor-parallel ones."""
 
     def __init__(self, case: Case, grids: dict[str, HyperCommGrid], config: Any, mended: bool):
-        self.case, self.mended = case, mended
+        self.case = case
+        self.mended = mended
         dims = {name: 2 if name[0] == "e" else 3 for name in grids}
         axes: Any = {"s": 0, "b": 1, "h": 2}  # megatron's annotation says lists
         super().__init__(grids, case.feeds, config, axes, dims)
@@ -61,7 +62,8 @@ class Pipeline(MultiModulePipelineCommunicator):
             for reader in readers:
                 self.bridge_comms.append(
                     type("B", (Bridge,), {"mended": self.mended})(
-                        *(self._ends(source), self._ends(reader)),
+                        self._ends(source),
+                        self._ends(reader),
                         dim_mapping=self.dim_mapping,
                         comm_dtype=self.config.pipeline_dtype,
                         src_module_name=source,
@@ -71,7 +73,8 @@ class Pipeline(MultiModulePipelineCommunicator):
                 )
 
     def _ends(self, name: str) -> HyperCommGrid:
-        grid, sizes = self.module_to_grid_map[name], self.case.modules[name]
+        grid = self.module_to_grid_map[name]
+        sizes = self.case.modules[name]
         if not self.mended or sizes.get("cp", 1) == 1:
             return grid
         shape = [sizes.get("tp", 1) * sizes["cp"], 1, sizes.get("dp", 1), sizes.get("pp", 1)]

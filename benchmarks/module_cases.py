@@ -14,9 +14,15 @@ from torch import Tensor
 
 from pyrl_ext.pack.encoder_work import meeting
 
-PATCH, WIDTH, H, TEXT = 12, 32, 64, 16  # numbers of a patch, of the encoder and the reader; tokens
-MICROBATCHES, SLOTS = 6, 2
-ENCODER_LAYERS, READER_LAYERS = 2, 4
+# numbers of a patch, of the encoder and the reader; tokens
+PATCH = 12
+WIDTH = 32
+H = 64
+TEXT = 16
+MICROBATCHES = 6
+SLOTS = 2
+ENCODER_LAYERS = 2
+READER_LAYERS = 4
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -85,12 +91,17 @@ class Image:
 @cache
 def batch(kinds: int) -> tuple[list[list[range]], list[list[list[list[Image]]]]]:
     """(rows of each slot of each microbatch, images of each kind in it); the third has none."""
-    g, at, slots, images = np.random.default_rng(0), 0, [], []
+    g = np.random.default_rng(0)
+    at = 0
+    slots = []
+    images = []
     for micro in range(MICROBATCHES):
         slots.append([])
         images.append([])
         for _ in range(SLOTS):
-            first, at, found = at, at + TEXT, [[] for _ in range(kinds)]
+            first = at
+            at = at + TEXT
+            found = [[] for _ in range(kinds)]
             for number in range(0 if micro == 2 else int(g.integers(1, 4)) * kinds):
                 rows = int(g.integers(1, 8))
                 found[number % kinds].append(Image(at, rows))
@@ -102,7 +113,8 @@ def batch(kinds: int) -> tuple[list[list[range]], list[list[list[list[Image]]]]]
 
 def rows_of(case: Case, reader: str, micro: int, replica: int, shard: int) -> np.ndarray:
     """Rows of the stream on a rank: a replica's slots, cut among its tp x cp ranks."""
-    sizes, slots = case.modules[reader], batch(len(case.encoders))[0][micro]
+    sizes = case.modules[reader]
+    slots = batch(len(case.encoders))[0][micro]
     mine = np.array_split(np.arange(SLOTS), sizes.get("dp", 1))[replica]
     rows = np.concatenate([np.asarray(slots[i]) for i in mine])
     return np.array_split(rows, sizes.get("tp", 1) * sizes.get("cp", 1))[shard]
@@ -141,8 +153,12 @@ class Stage(torch.nn.Module):
 
     def __init__(self, name: str, layers: range, of: int, config: Any):
         super().__init__()
-        self.name, self.config, self.model_type = name, config, ModelType.encoder_or_decoder
-        self.first, self.last, self.vp_stage = not layers[0], layers[-1] == of - 1, None
+        self.name = name
+        self.config = config
+        self.model_type = ModelType.encoder_or_decoder
+        self.first = not layers[0]
+        self.last = layers[-1] == of - 1
+        self.vp_stage = None
         self.given: Any = None
         width = WIDTH if name[0] == "e" else H
         self.named = {f"{name}.{i}": drawn(f"{name}.{i}", width, width) for i in layers}
@@ -207,9 +223,11 @@ class Reader(Stage):
 def build(case: Case, name: str, stage: int, config: Any) -> list[Any]:
     """The chunks of a stage."""
     sizes = case.modules[name]
-    vpp, pp = sizes.get("vpp", 1), sizes.get("pp", 1)
+    vpp = sizes.get("vpp", 1)
+    pp = sizes.get("pp", 1)
     of, kind = (ENCODER_LAYERS, Encoder) if name[0] == "e" else (READER_LAYERS, Reader)
-    each, chunks = of // (vpp * pp), []
+    each = of // (vpp * pp)
+    chunks = []
     for chunk in range(vpp):
         first = (chunk * pp + stage) * each
         chunks.append(kind(name, range(first, first + each), of, config))

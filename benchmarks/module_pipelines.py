@@ -1,4 +1,4 @@
-"""megatron-core's pipeline of several modules beside edges, on ranks, against one process.
+"""megatron-core's pipeline of several modules next to edges, on ranks, against one process.
 
     python -m benchmarks.module_pipelines [--only NAME] [--limit SECONDS] [--write FILE]
 
@@ -60,7 +60,9 @@ from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.module_pipe import Edge, Outlet, RunsAhead, give
 from tests.helpers.ranks import run_ranks
 
-WAYS, STEPS, BOUND = ("megatron", "mended", "edges"), 10, 2e-5
+WAYS = ("megatron", "mended", "edges")
+STEPS = 10
+BOUND = 2e-5
 
 
 # a rank ------------------------------------------------------------------------------------------
@@ -76,7 +78,10 @@ class Rank:
     """This process' module of a case, one way."""
 
     def __init__(self, case: Case, way: str):
-        self.case, self.way, first, rank = case, way, 0, dist.get_rank()
+        self.case = case
+        self.way = way
+        first = 0
+        rank = dist.get_rank()
         self.grids: dict[str, HyperCommGrid] = {}
         for name, sizes in case.modules.items():
             shape = [sizes.get(axis, 1) for axis in AXES]
@@ -84,10 +89,12 @@ class Rank:
             for dims in (*AXES, ["tp", "cp"], ["tp", "cp", "dp"]):
                 grid.create_pg(dims)
             if first <= rank < first + size_of(sizes):
-                self.name, at = name, rank - first
+                self.name = name
+                at = rank - first
                 self.at = dict(zip(AXES, np.unravel_index(at, shape, order="F"), strict=True))
             first += size_of(sizes)
-        grid, self.sizes = self.grids[self.name], case.modules[self.name]
+        grid = self.grids[self.name]
+        self.sizes = case.modules[self.name]
         self.groups = ProcessGroupCollection(
             **{axis: grid.get_pg(axis) for axis in AXES},
             tp_cp=grid.get_pg(["tp", "cp"]),
@@ -127,8 +134,13 @@ class Rank:
                 seats = {rank: divmod(i, shards) for i, rank in enumerate(firsts)}
                 groups: Any = [dist.new_group([*sources, *firsts]) for _ in range(2)]
                 found[encoder, reader] = Edge(
-                    *(sources, seats, groups[0], groups[1]),
-                    *(H, torch.float32, torch.device("cpu")),
+                    sources,
+                    seats,
+                    groups[0],
+                    groups[1],
+                    H,
+                    torch.float32,
+                    torch.device("cpu"),
                     trained=not self.case.frozen,
                 )
         return found
@@ -165,7 +177,8 @@ class Rank:
         return sum(self.losses)
 
     def gradients(self) -> dict[str, Tensor]:
-        copies, found = self.grids[self.name].get_pg(["tp", "cp", "dp"]), {}
+        copies = self.grids[self.name].get_pg(["tp", "cp", "dp"])
+        found = {}
         for chunk in self.chunks:
             for name, p in chunk.named.items():
                 if p.requires_grad:
@@ -190,7 +203,8 @@ class Rank:
             return output, hand_on
 
         def read(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
-            micro, taken = next(numbers), []
+            micro = next(numbers)
+            taken = []
             for key, edge in self.edges.items():
                 if key[1] == self.name and chunk.first:
                     taken += edge.take(self._route(*key), micro)
@@ -203,7 +217,10 @@ class Rank:
                 forward_step_func=encode,
                 forward_only=self.case.frozen,
                 p2p_communicator=Asking(
-                    *(ahead, self.groups.pp, self.config, MICROBATCHES),
+                    ahead,
+                    self.groups.pp,
+                    self.config,
+                    MICROBATCHES,
                     lambda micro, stage: (0, 1, H),  # unread
                 ),
                 pg_collection=self.groups,
@@ -244,7 +261,8 @@ class Rank:
         readers = self.case.modules[self.case.readers[0]].get("dp", 1)
         here = readers // self.sizes.get("dp", 1)
         if chunk.last and here > 1:  # the attribute is megatron's own, and not documented
-            kind, slots = self.case.encoders.index(self.name), batch(len(self.case.encoders))[1]
+            kind = self.case.encoders.index(self.name)
+            slots = batch(len(self.case.encoders))[1]
             each = np.array_split(np.arange(SLOTS), readers)[self.replica * here :][:here]
             sizes = [sum(i.rows for s in mine for i in slots[micro][s][kind]) for mine in each]
             if self.way == "mended":
@@ -252,7 +270,9 @@ class Rank:
         return {self.name: output}, None
 
     def _read(self, numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
-        micro, taken, rows = next(numbers), [], None
+        micro = next(numbers)
+        taken = []
+        rows = None
         rows = self.rows(micro)
         for encoder, values in chunk.given.items() if chunk.first else ():
             replicas = self.case.modules[encoder].get("dp", 1)
@@ -262,7 +282,8 @@ class Rank:
                 mine = range(self.replica * each, (self.replica + 1) * each)
                 whole = [i for r in mine for i in images_of(self.case, encoder, micro, r)]
             else:
-                kind, slots = self.case.encoders.index(encoder), batch(len(self.case.encoders))[1]
+                kind = self.case.encoders.index(encoder)
+                slots = batch(len(self.case.encoders))[1]
                 mine = np.array_split(np.arange(SLOTS), readers)[self.replica]
                 whole = [i for s in mine for i in slots[micro][s][kind]]
             if self.way == "mended":
@@ -283,7 +304,8 @@ def on_ranks(group: Any, case: Case, way: str, folder: Path, limit: float) -> An
     stacks = (folder / f"{group.rank()}.stack").open("w")
     faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
     cpu.install()
-    rank, best = Rank(case, way), float("inf")
+    rank = Rank(case, way)
+    best = float("inf")
     loss = 0.0
     for _ in range(STEPS):
         dist.barrier()

@@ -82,7 +82,8 @@ def nemo_rl(batch: Tensor, mask: Tensor, dtype: torch.dtype, parts: Parts) -> Te
     """Lengths read back once, each sequence a slice (no boolean index), padded, its chunks taken,
     all concatenated; the sequence shard cut off, then brought to layers and widened."""
     cp_size, cp_rank, tp_size, tp_rank = parts
-    firsts, lengths = mask.int().argmax(1).tolist(), mask.sum(1).tolist()
+    firsts = mask.int().argmax(1).tolist()
+    lengths = mask.sum(1).tolist()
     packed = []
     for routes, first, length in zip(batch, firsts, lengths, strict=True):
         missing = _padded_length(length, cp_size, tp_size) - length

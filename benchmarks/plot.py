@@ -24,7 +24,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def _against_errors(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel a case: fast is left, exact is down."""
     names = list(dict.fromkeys(name for row in rows for name in row["baselines"]))
-    across, down = min(len(rows), 3), -(-len(rows) // 3)
+    across = min(len(rows), 3)
+    down = -(-len(rows) // 3)
     figure = Figure(figsize=(1 + 3 * across, 1 + 2.7 * down), dpi=150, layout="constrained")
     panels = figure.subplots(down, across, sharey=True, squeeze=False)
     for axes, row in zip(panels.T.flat if down == 2 else panels.flat, rows, strict=False):

@@ -63,7 +63,8 @@ def main() -> None:
     plan = compile_plan(CONFIG, [*sys.argv[1:], f"run={tempfile.gettempdir()}/profile"])
     rows: list[tuple[str, str, float]] = []
     with topology.start(plan) as topo:
-        step, clock = RolloutStep.build(plan, topo), Clock()
+        step = RolloutStep.build(plan, topo)
+        clock = Clock()
         for number in range(WARM_STEPS):
             step.update(step.score(*roll_out(step, number, clock), clock)[0], clock)
         clock.take()

@@ -18,7 +18,7 @@ they save a copy of 17 MB and 2,000 allocations over tensors that are packed one
 10 to 30 ms of 150, so 1.1 to 1.3 times as fast. Measured, on a machine under a load of 25: 1.26
 times with tp2 pp2 ep2, 1.62 times with dp4 ep4, where experts are not even concatenated.
 
-The last table is of engines apart: two servers of the embedded engine in processes, which get the
+The last table is of remote engines: two servers of the embedded engine in processes, which get the
 same weights over HTTP and TCP from one or two of the ranks (`rollout.senders`), in turns. The floor
 is what one sender writes, 20 MB, over the rate of one socket, which is measured first; with two
 senders half of it. What was predicted, when each tensor had a digest and 35 MB moved: a transfer is
@@ -67,7 +67,8 @@ from pyrl_ext.weights.gather import Shards
 from tests.helpers.server_processes import server_processes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-RANKS, ROUNDS = 4, 1
+RANKS = 4
+ROUNDS = 1
 MODEL = {
     "num_hidden_layers": 6,
     "mlp_layer_types": ["dense"] + ["sparse"] * 5,
@@ -79,8 +80,11 @@ LAYOUTS = {
 }
 COMMON = ("rollout.bucket_bytes=4MiB", "replay=off", "threads=1")
 TIMES = 3.0  # bar: as fast as this, load included
-SERVERS, TURNS = 2, 7  # the first turn is not counted
-RELAY, BROADCAST = "rollout.relay_bytes=1", "rollout.transport=broadcast"
+# the first turn is not counted
+SERVERS = 2
+TURNS = 7
+RELAY = "rollout.relay_bytes=1"
+BROADCAST = "rollout.transport=broadcast"
 ONCE = {RELAY, BROADCAST}  # from the sender, however many servers there are
 WAYS = {
     "to each from one rank": (),
@@ -89,12 +93,14 @@ WAYS = {
     "to all at once (gloo)": (BROADCAST,),
 }
 DEADLINE = 120  # of a collective and of a publish: then the benchmark fails, naming who is late [s]
-SOCKET_BYTES, CHUNK = 1 << 28, 4 << 20
+SOCKET_BYTES = 1 << 28
+CHUNK = 4 << 20
 
 
 def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `Policy.weights`, with separate collectives for every parameter."""
-    live, topo = policy.llm.named_parameters(), policy.topo
+    live = policy.llm.named_parameters()
+    topo = policy.topo
     for bucket in policy.tensors.buckets["llm"]:
         for shards in bucket.shards:
             row = shards.row
@@ -144,7 +150,8 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
     """On this rank; every time is the slowest rank's."""
     plan = compile_plan(CONFIGS / "tiny.yaml", (f"model.config={config}", *COMMON, *overrides))
     with topology.start(plan) as topo:
-        policy, engine = Policy.build(plan, topo, trainable=False), build_engine(plan, topo.device)
+        policy = Policy.build(plan, topo, trainable=False)
+        engine = build_engine(plan, topo.device)
         held = [(name, tensor.clone()) for name, tensor in policy.weights()]
         for (name, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
             if name != other or not torch.equal(ours, theirs):
@@ -163,7 +170,10 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         dist.all_reduce(extra, dist.ReduceOp.MAX)
         moved = sum(tensor.nbytes for _, tensor in held)
         sizes = [bucket.scratch for bucket in policy.tensors.buckets["llm"]]
-        gathered, load, published, packed = times[:2], times[2], times[3:5], times[5:]
+        gathered = times[:2]
+        load = times[2]
+        published = times[3:5]
+        packed = times[5:]
         return Row(
             len(held), moved, len(sizes), max(sizes), gathered, load, published, packed, int(extra)
         )  # fmt: skip
@@ -176,7 +186,8 @@ def _drain(named: Iterable[tuple[str, Tensor]]) -> None:
 
 def _pack(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> None:
     """Into two buffers in turn, as a sender does without readers."""
-    turns, memory = cycle((0, 1)), dict[int, Tensor]()
+    turns = cycle((0, 1))
+    memory = dict[int, Tensor]()
 
     def allocate(size: int) -> Tensor:
         turn = next(turns)
@@ -221,14 +232,17 @@ def measure_apart(config: Path, addresses: Sequence[str]) -> dict[str, Apart]:
     keys = (f"model.config={config}", *COMMON, *LAYOUTS["tp2 pp2 ep2"])
     keys += (f"rollout.servers=[{', '.join(addresses)}]", f"rollout.publish_timeout={DEADLINE}")
     plans = [compile_plan(CONFIGS / "tiny.yaml", (*keys, *way)) for way in WAYS.values()]
-    found, version = {name: Apart((0, 0), [], []) for name in WAYS}, 0
+    found = {name: Apart((0, 0), [], []) for name in WAYS}
+    version = 0
     with topology.start(plans[0]) as topo:
         policies = [Policy.build(plan, topo, trainable=False) for plan in plans]
         engines = [build_engine(plan, topo.device, topo.rank, topo.world) for plan in plans]
         for _ in range(TURNS):
             for policy, engine, row in zip(policies, engines, found.values(), strict=True):
-                named, version = policy.tensors.published(policy.live()), version + 1
-                names, buckets = named.names or (), policy.tensors.buckets["llm"]
+                named = policy.tensors.published(policy.live())
+                version = version + 1
+                names = named.names or ()
+                buckets = policy.tensors.buckets["llm"]
                 mine = [b.bucket for b in buckets if b.bucket.slots[0].name in names]
                 here = torch.tensor(sum(bucket.bytes for bucket in mine))
                 dist.all_reduce(here, dist.ReduceOp.MAX)
@@ -273,14 +287,16 @@ def socket_rate() -> float:
     for end in ends:
         end.settimeout(DEADLINE)
     sending, taking = ends
-    chunk, into = bytes(CHUNK), bytearray(CHUNK)
+    chunk = bytes(CHUNK)
+    into = bytearray(CHUNK)
 
     def send() -> None:
         for _ in range(SOCKET_BYTES // CHUNK):
             sending.sendall(chunk)
         sending.close()
 
-    thread, start = threading.Thread(target=send), time.perf_counter()
+    thread = threading.Thread(target=send)
+    start = time.perf_counter()
     thread.start()
     while taking.recv_into(into):
         pass
@@ -292,7 +308,12 @@ def socket_rate() -> float:
 
 def show_apart(rows: dict[str, Apart], rate: float) -> None:
     table = Table(
-        *("bytes go", "MB in all", "floor ms", "transfer ms", "of turns", "publish ms"),
+        "bytes go",
+        "MB in all",
+        "floor ms",
+        "transfer ms",
+        "of turns",
+        "publish ms",
         title=f"{SERVERS} servers: {RANKS} ranks, one socket {rate / 1e9:.2f} GB/s, "
         f"load {os.getloadavg()[0]:.1f}, {date.today()}",
         caption="floor: what the sender that has most writes, over the rate of one socket; "
@@ -321,9 +342,22 @@ def show_apart(rows: dict[str, Apart], rate: float) -> None:
 def show(rows: dict[str, Row]) -> None:
     load = os.getloadavg()[0]
     table = Table(
-        *("layout", "tensors", "MB", "buckets", "gather ms", "one by one", "times"),
-        *("load ms", "publish ms", "one by one", "times", "pack ms", "by tensor", "times"),
-        *("extra MB", "buckets"),
+        "layout",
+        "tensors",
+        "MB",
+        "buckets",
+        "gather ms",
+        "one by one",
+        "times",
+        "load ms",
+        "publish ms",
+        "one by one",
+        "times",
+        "pack ms",
+        "by tensor",
+        "times",
+        "extra MB",
+        "buckets",
         title=f"publish: torch {torch.__version__}, {RANKS} ranks, {device_name('cpu')} each, "
         f"load {load:.1f}, {date.today()}",
         caption="gather: every tensor whole on every rank; load: into the engine, from tensors "
@@ -343,7 +377,8 @@ def show(rows: dict[str, Row]) -> None:
         table.add_row(name, *cells)
     Console(width=180).print(table)
     for name, row in rows.items():
-        times, held = _ratio(row.publish), row.extra / row.largest
+        times = _ratio(row.publish)
+        held = row.extra / row.largest
         print(_bar(times >= TIMES, f"{name}: times as fast as one by one at least {TIMES}", times))
         print(_bar(held < 2, f"{name}: extra memory below 2 buckets", held))
 

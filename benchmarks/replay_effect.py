@@ -42,15 +42,19 @@ def run_steps(
     plan: Plan, topo: Topology, steps: int
 ) -> tuple[list[dict], list[dict], list[Scores]]:
     """Mismatch without and with replay of each step's samples, and the replayed scores."""
-    step, clock = RolloutStep.build(plan, topo), Clock()
-    native, replayed, scores = [], [], []
+    step = RolloutStep.build(plan, topo)
+    clock = Clock()
+    native = []
+    replayed = []
+    scores = []
     for number in track(range(steps), "steps"):
         step.publish(number, clock)
         rollout = step.take(number, clock)
         shard = step.batch_of(rollout, clock)
         own = step.policy.scores(shard, replay=False)
         shard, old = step.score(shard, rollout.index, clock)
-        engine, mask = shard.columns["rollout_logprobs"], shard.columns["loss_mask_0"]
+        engine = shard.columns["rollout_logprobs"]
+        mask = shard.columns["loss_mask_0"]
         for rows, each in ((native, own), (replayed, old)):
             rows.append(mismatch(each.logprobs, engine, mask))
         scores.append(old)

@@ -140,7 +140,8 @@ def _arguments() -> argparse.Namespace:
 def run_each(families: Sequence[str]) -> None:
     """Run every family in its own process, for what malloc keeps; exit with 1 if any failed."""
     options = [option for option in sys.argv[1:] if option not in families]
-    rows, failed = [], []
+    rows = []
+    failed = []
     with TemporaryDirectory() as folder:
         for family in families:
             file = Path(folder, family)
@@ -242,7 +243,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def count_bars(rows: Sequence[dict[str, Any]]) -> str:
-    """How many bars the cases have, and how many of them are missed."""
+    """Number of bars the cases have, and how many of them are missed."""
     passed = [bar["pass"] for row in rows for bar in row["bars"]]
     return f"{len(passed)} bars, {passed.count(False)} missed"
 

@@ -97,13 +97,21 @@ def rows(file: Path) -> Iterator[list[str]]:
     """A row of the table for every kernel of ``file``."""
     usage = {b.kernel: b for b in read_usage(file) if b.target in (0, TARGET)}
     for name, code in sorted(disassembled(file).items()):
-        registers, each = usage[name].registers, per_16_bytes(code)
+        registers = usage[name].registers
+        each = per_16_bytes(code)
         warps = min(64, 65536 // (32 * -(-registers // 8) * 8))
         barriers = sum(i.code.startswith("BAR") for i in code)
         limits = ["", ""] if each is None else [f"{100 * share(each, gpu):.0f} %" for gpu in COPY]
         yield [
-            *(name, str(registers), str(warps), str(len(code)), widths(code, "LDG")),
-            *(widths(code, "STG"), str(barriers), "" if each is None else f"{each:.0f}", *limits),
+            name,
+            str(registers),
+            str(warps),
+            str(len(code)),
+            widths(code, "LDG"),
+            widths(code, "STG"),
+            str(barriers),
+            "" if each is None else f"{each:.0f}",
+            *limits,
         ]
 
 

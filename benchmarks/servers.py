@@ -26,7 +26,10 @@ from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.http_engine import EXPERTS, LAYERS, VOCAB, HttpEngine, K
 from tests.helpers.turns import ScriptedFeed, answers, first_turns
 
-TRAJECTORIES, GROUP, TURNS, BUDGET = 1000, 8, 4, 12
+TRAJECTORIES = 1000
+GROUP = 8
+TURNS = 4
+BUDGET = 12
 BAR = 2e-3  # of a request [s]
 
 
@@ -73,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100_000)
     wanted = parser.parse_args(arguments).requests
     context = multiprocessing.get_context("spawn")
-    ends, processes = [], []
+    ends = []
+    processes = []
     for _ in range(2):
         end, theirs = context.Pipe()
         processes.append(context.Process(target=serve, args=(theirs,), daemon=True))
@@ -83,13 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = Model(VOCAB, LAYERS, (1, 2, 3), EXPERTS, K)
     engine = ServersEngine(servers, model, cast(Publisher, Nothing()), max_num_seqs=TRAJECTORIES)
     engine.load_weights([], 1)
-    done, number, memory, first, spent, held = 0, 0, psutil.Process(), 0.0, 0.0, 0.0
+    done = 0
+    number = 0
+    memory = psutil.Process()
+    first = 0.0
+    spent = 0.0
+    held = 0.0
     print(f"{'requests':>9} {'ms each':>8} {'requests/s':>10} {'MiB held':>9}")
     while done < wanted:
-        begin, wall = time.process_time(), time.monotonic()
+        begin = time.process_time()
+        wall = time.monotonic()
         count = wave(engine, number)
-        spent, taken = (time.process_time() - begin) / count, time.monotonic() - wall
-        done, number = done + count, number + 1
+        spent = (time.process_time() - begin) / count
+        taken = time.monotonic() - wall
+        done = done + count
+        number = number + 1
         held = memory.memory_info().rss / 2**20
         first = held if number == 2 else first  # the first wave fills pools and caches
         print(f"{done:9,} {spent * 1e3:8.2f} {count / taken:10,.0f} {held:9.1f}", flush=True)

@@ -22,7 +22,9 @@ from pyrl_ext.schedule.cp_problem import CpSize, Problem
 from pyrl_ext.schedule.packing import pack_samples
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_30b.yaml"
-LONGEST, BATCH, SEEDS = 49152, 256, 10
+LONGEST = 49152
+BATCH = 256
+SEEDS = 10
 ASSUMED = (
     "times are of forward and backward passes on one pipeline stage of tp 1, with expert "
     "parallelism 8 and full recomputation; the optimizer, the reduction of gradients and the "

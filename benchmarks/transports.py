@@ -33,7 +33,8 @@ BAR = 2.0  # copies
 
 def weights(megabytes: int) -> list[tuple[str, Tensor]]:
     """Float32 matrices of 64 KiB to 4 MiB, as in a small mixture of experts."""
-    sizes, total = (128, 256, 512, 1024), 0
+    sizes = (128, 256, 512, 1024)
+    total = 0
     found: list[tuple[str, Tensor]] = []
     while total < megabytes << 20:
         size = sizes[len(found) % len(sizes)]
@@ -106,7 +107,8 @@ def main() -> None:
     print(f"{os.getloadavg()[0]:.1f}; fastest of {options.rounds} (median)")
     floor = min(seconds["copy"])
     for name, each in seconds.items():
-        best, usual = min(each), statistics.median(each)
+        best = min(each)
+        usual = statistics.median(each)
         rate = f"{size / best / 1e9:5.2f} GB/s ({size / usual / 1e9:.2f})"
         print(f"{name:10s} {best * 1e3:7.1f} ms  {rate}  {best / floor:5.2f} copies")
     good = min(seconds["shm"]) <= BAR * floor

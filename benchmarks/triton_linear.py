@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_SPLIT, BACKWARD_SPLIT = 1024, 9504  # columns, those of verl
+# columns, those of verl
+FORWARD_SPLIT = 1024
+BACKWARD_SPLIT = 9504
 TILE: dict[str, Any] = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=32)
 GROUP: dict[str, Any] = dict(GROUP=16)
 OPTIONS: dict[str, Any] = dict(num_warps=8, num_stages=3)
@@ -48,7 +50,8 @@ def split_stats_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split, splits = tl.program_id(1), tl.num_programs(1)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
     target = tl.load(targets + m, m < T, other=-1)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -85,7 +88,8 @@ def merge_splits_kernel(
         at = parts + tl.cast(split, tl.int64) * T + m
         theirs = tl.load(at, m < T, other=0.0)
         rise = tl.maximum(top, theirs)
-        mine, factor = tl.exp(top - rise), tl.exp(theirs - rise)
+        mine = tl.exp(top - rise)
+        factor = tl.exp(theirs - rise)
         rows = tl.cast(splits, tl.int64) * T
         total = total * mine + tl.load(at + rows, m < T, other=1.0) * factor
         weighted = weighted * mine + tl.load(at + 2 * rows, m < T, other=0.0) * factor
@@ -109,8 +113,10 @@ def split_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs take GROUP blocks of tokens before the next columns, for the L2's sake."""
-    rows, columns = tl.cdiv(T, BLOCK_M), tl.cdiv(width, BLOCK_N)
-    program, in_group = tl.program_id(0), GROUP * columns
+    rows = tl.cdiv(T, BLOCK_M)
+    columns = tl.cdiv(width, BLOCK_N)
+    program = tl.program_id(0)
+    in_group = GROUP * columns
     above = (program // in_group) * GROUP
     high = tl.minimum(rows - above, GROUP)
     m = (above + (program % in_group) % high) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,9 +144,18 @@ class _SplitLogprob(torch.autograd.Function):
         (tokens, size), vocab = hidden.shape, len(weight)
         count = -(-vocab // splits[0])
         parts = torch.empty(3, count, tokens, device=hidden.device)
-        found, out = parts.new_zeros(tokens), parts.new_empty(4, tokens)
+        found = parts.new_zeros(tokens)
+        out = parts.new_empty(4, tokens)
         split_stats_kernel[triton.cdiv(tokens, TILE["BLOCK_M"]), count](  # type: ignore[arg-type]
-            *(hidden, weight, targets, parts, found, tokens, vocab, size, splits[0]),
+            hidden,
+            weight,
+            targets,
+            parts,
+            found,
+            tokens,
+            vocab,
+            size,
+            splits[0],
             **TILE,
             **OPTIONS,
         )
@@ -153,14 +168,25 @@ class _SplitLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, weight, targets, out = ctx.saved_tensors
         (tokens, size), vocab = hidden.shape, len(weight)
-        both, of_weight = torch.stack(grads).float(), torch.empty_like(weight)
+        both = torch.stack(grads).float()
+        of_weight = torch.empty_like(weight)
         of_hidden = torch.zeros_like(hidden)
         for first in range(0, vocab, ctx.split):
             width = min(ctx.split, vocab - first)
             of_logits = hidden.new_empty(tokens, width)
             programs = triton.cdiv(tokens, TILE["BLOCK_M"]) * triton.cdiv(width, TILE["BLOCK_N"])
             split_grad_kernel[(programs,)](
-                *(hidden, weight, targets, out, both, of_logits, tokens, vocab, size, first, width),
+                hidden,
+                weight,
+                targets,
+                out,
+                both,
+                of_logits,
+                tokens,
+                vocab,
+                size,
+                first,
+                width,
                 **TILE,
                 **GROUP,
                 **OPTIONS,

@@ -1,4 +1,4 @@
-"""Rows and bytes of samples whose contexts and answers are anti-correlated, beside padded layouts:
+"""Rows and bytes of samples whose contexts and answers are anti-correlated, next to padded layouts:
 ``python -m benchmarks.turn_bytes [--samples N]``.
 
 With one sample a turn, early turns have short contexts and may answer at length, late ones long
@@ -29,8 +29,12 @@ from tests.helpers.tiny import one_rank
 CONFIG = Path(__file__).parents[1] / "configs" / "glm47.yaml"
 TURNS = [(5, 50), (15, 40), (25, 30), (35, 24), (45, 14), (55, 4)]  # prompt, response [1000 tokens]
 OPTIONS = (
-    *("parallel.dp=1", "parallel.ep=1", "rollout.tp=1", "hardware.gpu=null"),
-    *("batching.minibatches=1", "batching.tokens_per_microbatch=65536"),
+    "parallel.dp=1",
+    "parallel.ep=1",
+    "rollout.tp=1",
+    "hardware.gpu=null",
+    "batching.minibatches=1",
+    "batching.tokens_per_microbatch=65536",
 )
 
 
@@ -58,7 +62,8 @@ def sample_of(turn: int, prompt: int, response: int, layers: tuple[int, ...]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=6)
-    start, count = time.perf_counter(), parser.parse_args().samples
+    start = time.perf_counter()
+    count = parser.parse_args().samples
     plan = compile_plan(CONFIG, OPTIONS)
     sizes = [(1000 * p, 1000 * r) for p, r in islice(cycle(TURNS), count)]
     samples = [sample_of(i, *each, plan.router_layers) for i, each in enumerate(sizes)]

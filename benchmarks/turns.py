@@ -21,7 +21,7 @@ from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.turns.conversation import Manner
+from pyrl_ext.rollout.turns.conversation import ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sampling
 
@@ -33,7 +33,8 @@ class Slow:
     """Answers after ``latency`` seconds, for ``turns`` turns."""
 
     def __init__(self, turns: int, latency: float):
-        self.left, self.latency = turns, latency
+        self.left = turns
+        self.latency = latency
 
     def start(self, prompt: Prompt) -> None:
         """The prompt is the first context."""
@@ -52,7 +53,7 @@ def seconds(
     tokenizer = load_tokenizer(MODEL)
     longest = 4 + options.turns * (options.tokens + 2)
     turns = Turns(environment="slow", max_turns=options.turns, max_tokens=longest)
-    manner = Manner(
+    manner = ConversationConfig(
         lambda: Slow(options.turns, latency),
         Reader(tokenizer, 128, 2),
         tokenizer.decode,
@@ -61,10 +62,13 @@ def seconds(
         options.tokens,
     )
     prompts = [Prompt(i, (30, 40, 50, 60)) for i in range(options.trajectories)]
-    feed, sampling = Feed(prompts, 1, manner), Sampling(max_new_tokens=options.tokens)
-    began, clock = time.process_time(), time.monotonic()
+    feed = Feed(prompts, 1, manner)
+    sampling = Sampling(max_new_tokens=options.tokens)
+    began = time.process_time()
+    clock = time.monotonic()
     over = [each for _, some in converse(engine, feed, sampling) for each in some]
-    spent, wall = time.process_time() - began, time.monotonic() - clock
+    spent = time.process_time() - began
+    wall = time.monotonic() - clock
     if len(over) != len(prompts) or any(len(each.turns) != options.turns for each in over):
         raise RuntimeError("benchmarks.turns: not every trajectory had all its turns")
     return spent, feed.waited, wall
@@ -82,7 +86,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     engine = HFEngine(MODEL, max_num_seqs=options.sequences)
-    paper = Destinations.on_paper(MODEL)
+    paper = Destinations.from_config(MODEL)
     weights = {name: torch.randn(paper.shape(name)) / 20 for name in paper.parts}
     engine.load_weights(weights.items(), 0)
     seconds(engine, argparse.Namespace(**vars(options) | {"turns": 1}), 0.0)  # warm

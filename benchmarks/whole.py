@@ -74,7 +74,8 @@ def shard_at(
     delivery = Delivery(0, needs)
     delivery.take(0, columns_of(batch, depths))
     counts = tuple(index.loss_tokens[list(ids)].sum(0).tolist())
-    lengths, columns = exchange.lengths, delivery.columns
+    lengths = exchange.lengths
+    columns = delivery.columns
     return BatchShard(schedule, (1,), lengths, seat, rows, columns, index.layer_ids, (counts,))
 
 

@@ -1,4 +1,4 @@
-"""A wide MoE step beside megatron's experts: `python -m benchmarks.wide_step [--rounds N]`.
+"""A wide MoE step next to megatron's experts: `python -m benchmarks.wide_step [--rounds N]`.
 
 Scores and an update of 8,192 tokens by three layers with experts, 4 of 64 a token, hidden 512,
 width 256, attention and the layer without experts as narrow as the demo's: with the experts and
@@ -46,15 +46,22 @@ from tests.helpers import passes
 from tests.helpers.passes import WholeBatch
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
-EXPERTS, TOP_K, LAYERS = 64, 4, (1, 2, 3)
+EXPERTS = 64
+TOP_K = 4
+LAYERS = (1, 2, 3)
 WIDE = {
     **{"hidden_size": 512, "moe_intermediate_size": 256},
     **{"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K},
 }
 PRODUCTS = {
-    *("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"),
-    *("_scaled_dot_product_flash_attention_for_cpu",),
-    *("_scaled_dot_product_flash_attention_for_cpu_backward",),
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
 }
 
 
@@ -81,8 +88,11 @@ def wide_plan(folder: Path, tokens: int) -> Plan:
     return compile_plan(
         CONFIG,
         [
-            *(f"model.config={folder}/config.json", f"run={folder}/run", "log.progress=false"),
-            *(f"batching.tokens_per_microbatch={tokens}", "batching.minibatches=1"),
+            f"model.config={folder}/config.json",
+            f"run={folder}/run",
+            "log.progress=false",
+            f"batching.tokens_per_microbatch={tokens}",
+            "batching.minibatches=1",
         ],
     )
 
@@ -157,7 +167,8 @@ def experts_of(policy: Policy, tokens: int) -> Callable[[], list[Tensor]]:
     weights = torch.rand(tokens, EXPERTS, generator=g) * chosen
 
     def run() -> list[Tensor]:
-        x, probs = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        x = hidden.clone().requires_grad_()
+        probs = weights.clone().requires_grad_()
         dispatcher = layer.token_dispatcher
         rows, of_rows = dispatcher.dispatch_preprocess(x, chosen, probs)
         rows, of_rows = dispatcher.token_dispatch(rows, of_rows)

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": ("pyrl_ext.plan.__main__", "check a config and show its plan"),
     "train": ("pyrl_ext.train", "run a config"),
-    "serve": ("pyrl_ext.train.serve", "start this host's engines apart, and keep them running"),
+    "serve": (
+        "pyrl_ext.train.serve",
+        "start the inference servers of this host and keep them running",
+    ),
     "report": (
         "pyrl_ext.tools.report.__main__",
         "print the table of a run and draw its curves; write its page",

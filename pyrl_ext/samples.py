@@ -95,7 +95,7 @@ class Sampling:
         samples_per_prompt: group size
         seed: already mixed with the training step by the caller
         greedy: argmax instead of a draw; log-probs are then those of the unfiltered model
-        kept_sets: samples carry the tokens that top_k and top_p kept (not with greedy)
+        sampling_mask: samples carry the tokens that top_k and top_p kept (not with greedy)
         step: that trains on the samples, by which recorded ones are found; None: it is not known
 
     Raises:
@@ -111,7 +111,7 @@ class Sampling:
     samples_per_prompt: int = 1
     seed: int = 0
     greedy: bool = False
-    kept_sets: bool = False
+    sampling_mask: bool = False
     step: int | None = None
 
     def __post_init__(self) -> None:
@@ -258,7 +258,8 @@ class Sample:
         return self
 
     def _check_tokens(self) -> None:
-        logprobs, mask = self.rollout_logprobs, self.loss_mask
+        logprobs = self.rollout_logprobs
+        mask = self.loss_mask
         self._first(~torch.isfinite(logprobs), logprobs, "log-prob", "a finite number")
         self._first(logprobs > 1e-5, logprobs, "log-prob", "a number <= 0")
         self._first((logprobs != 0) & ~mask, logprobs, "log-prob", "0 where nothing was sampled")
@@ -269,7 +270,8 @@ class Sample:
     def _check_spans(self) -> None:
         if not self.spans:
             return
-        end, sampled = self.prompt_len, torch.zeros_like(self.loss_mask)
+        end = self.prompt_len
+        sampled = torch.zeros_like(self.loss_mask)
         for number, (begin, stop) in enumerate(self.spans, self.turn):
             free = end <= begin < stop <= self.tokens.numel()
             rule = f"at least one token from {end} on, of {self.tokens.numel()}"
@@ -281,7 +283,9 @@ class Sample:
         self._first(self.loss_mask & ~sampled, self.loss_mask, "loss_mask", rule)
 
     def _check_versions(self) -> None:
-        end, oldest, sampled = 0, self.weight_version, torch.zeros_like(self.loss_mask)
+        end = 0
+        oldest = self.weight_version
+        sampled = torch.zeros_like(self.loss_mask)
         for begin, stop, version in self.version_spans:
             found = f"version {version} of tokens {begin} to {stop - 1}"
             free = end <= begin < stop <= self.tokens.numel()
@@ -298,7 +302,8 @@ class Sample:
         self._first(sampled != expected, sampled, "a version", rule)
 
     def _check_kept(self) -> None:
-        counts, ids = self.kept_counts, self.kept_ids
+        counts = self.kept_counts
+        ids = self.kept_ids
         if counts is None or ids is None:
             self._need(counts is ids, "kept_counts or kept_ids alone", "both or none")
             return

@@ -4,10 +4,8 @@
 """
 
 import gc
-import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,26 +23,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # the files that take longest
 LONGEST = ("test_train.py", "test_checkpoint.py", "test_logprob_head.py", "test_policy.py")
-
-
-# a test file that names one of these starts processes or builds models
-SLOW = re.compile(
-    r"run_ranks|subprocess|torchrun|browser|topology\.start|HFEngine|Policy\b|build_model|train\.main"
-    r"|multiprocessing|from pyrl_ext\.train|from tests\.parity|transformers"
-)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast", action="store_true", help="only files that start no process and build no model"
-    )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--fast``, leave out the files that name something `SLOW`."""
-    if not config.getoption("--fast") or collection_path.suffix != ".py":
-        return None
-    return bool(SLOW.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

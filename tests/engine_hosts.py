@@ -29,10 +29,17 @@ from typing import Any
 from tests.helpers.hosts import ROOT, TORCHRUN, Host, hosts, train_on, wait, why_not
 from tests.helpers.server_runs import assert_same_row, rows_of
 
-STEPS, PROMPTS, CUT = 6, 4, 5.0
+STEPS = 6
+PROMPTS = 4
+CUT = 5.0
 SMALL = (
-    *(f"batching.prompts={PROMPTS}", "batching.samples_per_prompt=4", "parallel.dp=2"),
-    *("rollout.max_new_tokens=24", "log.progress=false", "evaluate.every=0", "checkpoint.every=1"),
+    f"batching.prompts={PROMPTS}",
+    "batching.samples_per_prompt=4",
+    "parallel.dp=2",
+    "rollout.max_new_tokens=24",
+    "log.progress=false",
+    "evaluate.every=0",
+    "checkpoint.every=1",
 )
 BEGUN = 240.0  # longest time for three steps, with all starts [s]
 
@@ -62,7 +69,8 @@ class Run:
     """The run on some hosts, with two ranks together; `wait` shows the logs when time is over."""
 
     def __init__(self, places: Sequence[Host], folder: Path, more: Sequence[str]):
-        self.folder, self.places = folder, places
+        self.folder = folder
+        self.places = places
         self.logs = [folder.with_name(f"{folder.name}-{host.name}.log") for host in places]
         for log in self.logs:
             log.write_text("")
@@ -110,7 +118,7 @@ def same(rows: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> 
 
 
 def beside(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run whose engines are beside its two ranks."""
+    """The rows of a run whose engines are next to its two ranks."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pyrl_ext.train"]
     training = ["configs/tiny.yaml", f"run={folder}", f"steps={STEPS}", *SMALL]
     own = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -193,7 +201,8 @@ def cut_for_good(
 
 def lost_host(places: Sequence[Host], more: Sequence[str], folder: Path, expected: Any) -> None:
     """The trainer's host is lost in the middle of a publish; another one runs the command."""
-    lost, log = places[0], folder / "half.log"
+    lost = places[0]
+    log = folder / "half.log"
     lost.start([sys.executable, "-m", "tests.helpers.half_publish", *more], log)
     wait("half of a publish", lambda: "half" in log.read_text(), BEGUN, [log])
     lost.pull_cable()

@@ -43,13 +43,20 @@ from tests.helpers.server_runs import rows_of
 from tests.helpers.tiny import CONFIG, QUICK
 
 ROOT = Path(__file__).parents[1]
-STEPS, PROMPTS, SIZE, SERVERS = 8, 4, 4, 2
+STEPS = 8
+PROMPTS = 4
+SIZE = 4
+SERVERS = 2
 KINDS = ("trainer", "engine", "both")
 AT_START = 0.2  # share of kills that come before a trainer's first step
 SMALL = (
     *(each for each in QUICK if "max_new_tokens" not in each),
-    *("rollout.max_new_tokens=24", f"steps={STEPS}", "evaluate.every=0", "rollout.record=rollouts"),
-    *("checkpoint.every=1", "checkpoint.keep=1"),
+    "rollout.max_new_tokens=24",
+    f"steps={STEPS}",
+    "evaluate.every=0",
+    "rollout.record=rollouts",
+    "checkpoint.every=1",
+    "checkpoint.keep=1",
 )
 FATES = ("returned", "aborted", "failed", "in_flight")
 REFUSED = "no whole checkpoint"  # killed between the first row and the first checkpoint
@@ -111,8 +118,11 @@ class Run:
     """A run that is started again whenever its trainer was killed, or had no engine left."""
 
     def __init__(self, folder: Path, more: Sequence[str]):
-        self.folder, self.more = folder, more
-        self.starts, self.before = 0, 0  # rows that were there at the last start
+        self.folder = folder
+        self.more = more
+        # rows that were there at the last start
+        self.starts = 0
+        self.before = 0
         self.lost = Counter[int]()  # steps that were trained again
         self._start()
 
@@ -128,7 +138,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether the last step is trained; a trainer that ended before it is started again."""
+        """True if the last step is trained; a trainer that ended before it is started again."""
         if self.process.poll() is None:
             return False
         said = self.log.read_text()
@@ -142,7 +152,8 @@ class Run:
         return False
 
     def _start(self, *more: str) -> None:
-        self.starts, self.before = self.starts + 1, 0 if more else self.rows
+        self.starts = self.starts + 1
+        self.before = 0 if more else self.rows
         self.process = start(command("pyrl_ext.train", self.folder, [*self.more, *more]), self.log)
 
     def _check_resumed(self, said: str) -> None:
@@ -164,7 +175,8 @@ class Run:
 
     def until_next_row(self) -> bool:
         """Wait for a row; False: there will be none, the run has ended."""
-        known, end = self.rows, time.monotonic() + DEADLINE
+        known = self.rows
+        end = time.monotonic() + DEADLINE
         while not self.ended:
             if self.rows > known:
                 return True
@@ -181,7 +193,8 @@ class Run:
 def shaken(run: Run, apart: Engines, kills: int, chance: random.Random, pace: float) -> int:
     """Kill up to ``kills`` times until the run ends; how often."""
     for done in range(kills):
-        kind, early = chance.choice(KINDS), chance.random() < AT_START
+        kind = chance.choice(KINDS)
+        early = chance.random() < AT_START
         if early:
             time.sleep(chance.random() * 10 * pace)
             alive = not run.ended
@@ -214,7 +227,8 @@ def check(run: Run, whole: Path, ahead: int) -> None:
     for row in rows:
         assert row["servers/prompts_asked"] == sum(row[f"servers/prompts_{f}"] for f in FATES), row
         assert row.get("age/max", 0) <= ahead
-    steps, expected = samples_of(run.folder), samples_of(whole)
+    steps = samples_of(run.folder)
+    expected = samples_of(whole)
     assert len(steps) == len(expected) == STEPS
     for step, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
         keys = [(s.prompt_id, s.index) for s in found]
@@ -239,7 +253,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    chance, done, number, starts, lost = random.Random(options.seed), 0, 0, 0, Counter[int]()
+    chance = random.Random(options.seed)
+    done = 0
+    number = 0
+    starts = 0
+    lost = Counter[int]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -255,7 +273,9 @@ def main() -> None:
                 with Run(folder / f"run-{number}-ahead-{ahead}", more) as run:
                     done += shaken(run, apart, options.kills - done, chance, pace)
                 check(run, whole.folder, ahead)
-                number, starts, lost = number + 1, starts + run.starts, lost + run.lost
+                number = number + 1
+                starts = starts + run.starts
+                lost = lost + run.lost
     print(
         f"{done} kills in {number} runs of {STEPS} steps: {starts} starts, {lost[0]} went on where "
         f"they were, {lost[1]} trained a step again; all samples are trained once"

@@ -39,8 +39,11 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 # deviations allowed: loss absolute, gradients and changes by their norm, per parameter
 BOUNDS = {"loss": 1e-6, "grad": 2e-5, "grad norm": 2e-5, "change": 1e-3}
 COMMON = (
-    *("batching.tokens_per_microbatch=128", "objective.entropy_coef=0.01", "objective.tis_cap=2.0"),
-    *("optimizer.eps=1e-3", "optimizer.lr=1e-2"),
+    "batching.tokens_per_microbatch=128",
+    "objective.entropy_coef=0.01",
+    "objective.tis_cap=2.0",
+    "optimizer.eps=1e-3",
+    "optimizer.lr=1e-2",
 )
 BIAS = "model.router_bias_update_rate=1e-3"  # where the routers have one
 
@@ -184,9 +187,12 @@ def _override(word: str) -> str:
     return f"parallel.{size}={name[len(size) :]}"
 
 
-STATES, MAMBA = "qwen next", "nemotron"
-BOTH, MIXED = ("glm", "qwen"), ("glm mixed", "qwen mixed")
-WITH_LORA, OTHER_LORA = ("glm lora", "qwen lora"), ("glm mtp lora", "qwen some lora")
+STATES = "qwen next"
+MAMBA = "nemotron"
+BOTH = ("glm", "qwen")
+MIXED = ("glm mixed", "qwen mixed")
+WITH_LORA = ("glm lora", "qwen lora")
+OTHER_LORA = ("glm mtp lora", "qwen some lora")
 LAYOUTS = {
     1: [
         *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp", *WITH_LORA, STATES),
@@ -287,7 +293,8 @@ def batches(plan: Plan, mtp_routes: bool) -> list[WholeBatch]:
 def _batch(
     plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Generator
 ) -> WholeBatch:
-    rows, sizes = sum(seqlens), plan.sizes
+    rows = sum(seqlens)
+    sizes = plan.sizes
     scores = torch.rand(rows, len(layers), sizes.num_experts, generator=g)
     tokens = torch.randint(3, sizes.vocab_size, (rows + 1,), generator=g)
     batch = WholeBatch(
@@ -302,7 +309,7 @@ def _batch(
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
     )
-    return replace(batch, kept=random_sets(batch, 20, g)) if plan.trains_on_kept_sets else batch
+    return replace(batch, kept=random_sets(batch, 20, g)) if plan.trains_on_sampling_mask else batch
 
 
 @dataclass
@@ -322,7 +329,8 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
     """Three steps on this rank, every router probed, nothing of the replay left after each pass."""
     begun = time.perf_counter()
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
         base = None
         if policy.llm.adapters:
             lora.draw_b(policy.llm)
@@ -354,7 +362,8 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
             assert not still, f"factors without a gradient: {still[:4]}"
         checked = torch.tensor(probe.checked)
         torch.distributed.all_reduce(checked)
-        out.checked, out.seconds = int(checked), time.perf_counter() - begun
+        out.checked = int(checked)
+        out.seconds = time.perf_counter() - begun
     return out
 
 
@@ -509,7 +518,8 @@ def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layo
     """
     every = [(ranks, layout) for ranks, some in table.items() for layout in some]
     pairs = {layout: feature_pairs([layout]) for _, layout in every}
-    left, chosen = set[frozenset[str]]().union(*pairs.values()), list[tuple[int, Layout]]()
+    left = set[frozenset[str]]().union(*pairs.values())
+    chosen = list[tuple[int, Layout]]()
     while left:
         best = max(every, key=lambda each: len(pairs[each[1]] & left) / each[0])
         chosen.append(best)

@@ -53,9 +53,13 @@ from tests.helpers.towers import ImageBatch, InProcess
 BOUNDS = parity.BOUNDS | {"bytes": 0.0}
 BF16_BOUNDS = {"loss": 2e-2, "grad": 1e-1, "grad norm": 2e-2, "change": math.inf, "bytes": 0.0}
 COMMON = (  # many microbatches, a norm above the clip
-    *("batching.tokens_per_microbatch=64", "optimizer.clip_grad=0.05", "optimizer.weight_decay=0"),
-    *("data.max_prompt_tokens=32", "objective.entropy_coef=0.01"),
-    *("optimizer.eps=1e-3", "optimizer.lr=1e-2"),
+    "batching.tokens_per_microbatch=64",
+    "optimizer.clip_grad=0.05",
+    "optimizer.weight_decay=0",
+    "data.max_prompt_tokens=32",
+    "objective.entropy_coef=0.01",
+    "optimizer.eps=1e-3",
+    "optimizer.lr=1e-2",
 )
 ENCODERS = ("vision", "audio")
 STUCK = 240.0  # s for one layout on a busy machine
@@ -75,7 +79,7 @@ class Layout:
 
     @property
     def is_family(self) -> bool:
-        """Whether the encoder is the tower of the model's family; else a small one of the tests."""
+        """True if the encoder is the tower of the model's family; else a small one of the tests."""
         return " vl" in self.model
 
     @cached_property
@@ -102,7 +106,7 @@ class Layout:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it computes in bfloat16; what it is compared with does in float32."""
+        """True if it computes in bfloat16; what it is compared with does in float32."""
         return "bf16" in self._parts[1]
 
     @property
@@ -187,8 +191,11 @@ LAYOUTS = {
 FEW = {
     1: ("shared -> 1, qwen vl",),
     2: (
-        *("shared -> pp2 vpp2", "shared frozen -> tp2", "shared -> dp2 ep2 dynamic:2"),
-        *("shared -> dp2 ep2, qwen", "shared -> cp2, qwen"),
+        "shared -> pp2 vpp2",
+        "shared frozen -> tp2",
+        "shared -> dp2 ep2 dynamic:2",
+        "shared -> dp2 ep2, qwen",
+        "shared -> cp2, qwen",
     ),
     3: (
         "1 -> cp2 ep2, glm",
@@ -199,9 +206,16 @@ FEW = {
         "shared -> pp3",
     ),
     4: (
-        *("overlapped distributed, qwen", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
-        *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl", "shared -> pp2 dp2 ep2, qwen vl"),
-        *("vpp2, glm mtp 2", "-> pp3 layout", "shared -> tp2 pp2"),
+        "overlapped distributed, qwen",
+        "1 + 1 frozen",
+        "dynamic:2, glm mtp",
+        "pp2 -> pp2, qwen",
+        "dp2 -> dp2 ep2, qwen vl",
+        "pp2 -> cp2, kimi vl",
+        "shared -> pp2 dp2 ep2, qwen vl",
+        "vpp2, glm mtp 2",
+        "-> pp3 layout",
+        "shared -> tp2 pp2",
     ),
 }
 
@@ -213,7 +227,8 @@ def batches(plan: Plan, layout: Layout) -> list[ImageBatch]:
     in float32 where two are nearly equal, and one token is most of the gradient of an expert with
     few.
     """
-    found, tower = [], plan.sizes.vision
+    found = []
+    tower = plan.sizes.vision
     numbers = 3 * tower.temporal_patch_size * tower.patch_size**2 if tower else towers.PIXELS
     for seed, batch in enumerate(parity.batches(plan, mtp_routes=False)):
         mask = batch.route_mask | layout.is_narrow
@@ -231,7 +246,8 @@ class Outcome(parity.Outcome):
 
 def rows_scored(policy: Policy, shard: BatchShard, batch: ImageBatch) -> Tensor:
     """[T] log-probs of all rows, on every rank."""
-    found, stream = policy.scores(shard, policy.plan.replay.old), torch.zeros(len(batch.tokens))
+    found = policy.scores(shard, policy.plan.replay.old)
+    stream = torch.zeros(len(batch.tokens))
     if shard.seat.last_stage and not policy.topo.tp_rank:
         stream[torch.from_numpy(shard.rows.tokens)] = found.logprobs
     dist.all_reduce(stream)
@@ -249,7 +265,8 @@ def width_of(plan: Plan) -> int:
 def whole_steps(plan: Plan, layout: Layout) -> Outcome:
     """Three steps by plain autograd through encoders and language model, torch's AdamW over all."""
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
         kinds = tuple(layout.encoders)
         held: dict[str, Any] = {
             kind: vision.whole_tower(plan, topo)
@@ -352,7 +369,8 @@ def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
     """Whole tensors of all modules: gradients, or weights."""
     if layout.is_family:
         return {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
-    whole, parts = dict[str, Tensor](), list[tuple]()
+    whole = dict[str, Tensor]()
+    parts = list[tuple]()
     for name, module in policy.modules.items():
         if grads and module.optimizer is None:
             continue
@@ -373,8 +391,10 @@ def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
 def train_steps(plan: Plan, layout: Layout) -> Outcome:
     begun = time.perf_counter()
     with topology.start(plan) as topo:
-        policy, loss = build(plan, topo, layout), build_loss(plan.objective)
-        before, out = gathered(policy, layout, grads=False), Outcome([], [], [], [], {})
+        policy = build(plan, topo, layout)
+        loss = build_loss(plan.objective)
+        before = gathered(policy, layout, grads=False)
+        out = Outcome([], [], [], [], {})
         for batch in batches(plan, layout):
             schedule = Scheduler(plan).schedule(batch.seqlens)
             shard = towers.image_shard(plan, topo, batch, schedule)
@@ -407,7 +427,8 @@ def sent_over_edges(policy: Policy) -> dict[str, list[int]]:
 def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
     """Every row goes there twice, for scores and update, and comes back once, unless frozen; to an
     MTP layer, which reads less of it, once, and back if its gradient is wanted."""
-    number, whole = 2 if plan.model.dtype == "bfloat16" else 4, batches(plan, layout)
+    number = 2 if plan.model.dtype == "bfloat16" else 4
+    whole = batches(plan, layout)
     found = {kind: [0, 0] for kind in layout.encoders}
     for kind, depth in product(layout.encoders, range(1 + plan.num_mtp_layers)):
         rows = sum(crossing(plan, batch, kind, depth) for batch in whole)
@@ -420,7 +441,9 @@ def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
 
 def crossing(plan: Plan, batch: ImageBatch, kind: str, depth: int) -> int:
     """Rows of images that one rank encodes and another embeds."""
-    images, grid, llm = batch.images[kind], plan.grids[kind], plan.grids["llm"]
+    images = batch.images[kind]
+    grid = plan.grids[kind]
+    llm = plan.grids["llm"]
     total = sum(row + i >= depth for _, row, n, _ in zip(*images, strict=True) for i in range(n))
     if plan.modules[kind].ranks == "own" or (depth and plan.parallel.pp > 1):
         return total
@@ -478,7 +501,8 @@ def line(row: dict) -> str:
 def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dict]:
     """Rows of the table: one spawn a world size."""
     with tempfile.TemporaryDirectory() as name:
-        folder, rows = Path(name), []
+        folder = Path(name)
+        rows = []
         run_ranks(reference, 1, [x for some in layouts.values() for x in some], folder)
         for size, some in layouts.items():
             rows += run_ranks(on_ranks, size, some, folder, timeout=timeout)[0]

@@ -51,8 +51,14 @@ MORE: dict[str, dict[str, Any]] = {
 # objectives of trajectories: (rows, group, reward) of each
 OF_TURNS = ("grpo", "dapo", "dr_grpo", "cispo", "icepop", "icepop, sequences", "kl in the reward")
 TRAJECTORIES = [
-    *((12, 0, 1.0), (30, 0, 0.0), (9, 0, 0.5), (24, 1, 1.0), (5, 2, 0.0), (17, 2, 1.0)),
-    *((8, 2, 0.0), (21, 2, 1.0)),
+    (12, 0, 1.0),
+    (30, 0, 0.0),
+    (9, 0, 0.5),
+    (24, 1, 1.0),
+    (5, 2, 0.0),
+    (17, 2, 1.0),
+    (8, 2, 0.0),
+    (21, 2, 1.0),
 ]
 
 
@@ -99,7 +105,8 @@ def result(
     policy: Policy, batch: WholeBatch, index: BatchIndex, objective: Objective, number: int
 ) -> tuple[dict, dict]:
     """(metrics, gradients) of one minibatch in so many microbatches."""
-    plan, sizes = policy.plan, policy.plan.parallel
+    plan = policy.plan
+    sizes = policy.plan.parallel
     policy.llm.plan = plan.model_copy(update={"objective": objective})
     shard = passes.shard_of(policy, batch, schedule_of(len(index), number, sizes.dp, sizes.cp))
     advantage = build_advantage(objective)
@@ -120,7 +127,8 @@ def results(policy: Policy, number: int) -> dict[str, tuple[dict, dict]]:
     if policy.topo.pp_size > 1:
         return found
     lengths, groups, rewards = zip(*TRAJECTORIES, strict=True)
-    whole, alone = batch_of(policy.plan, lengths), policy.topo.world_size == number == 1
+    whole = batch_of(policy.plan, lengths)
+    alone = policy.topo.world_size == number == 1
     for form in forms.FORMS if alone else forms.FORMS[1:]:
         samples, rows = forms.cut(whole, groups, rewards, form)
         for name in OF_TURNS:

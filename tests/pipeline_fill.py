@@ -28,7 +28,10 @@ from tests.helpers import towers
 from tests.helpers.ranks import run_ranks
 from tests.parity_modules import Layout
 
-UNIT, MICROBATCHES, BAR = 0.4, 6, 1.10  # s of a stage's forward; its backward takes two
+# s of a stage's forward; its backward takes two
+UNIT = 0.4
+MICROBATCHES = 6
+BAR = 1.10
 LAYOUTS = {
     2: [Layout("1 -> 1")],
     3: [Layout("1 -> pp2"), Layout("pp2 -> 1")],
@@ -64,7 +67,8 @@ def sleepy(model: Any, seconds: float) -> None:
 def seconds_of(plan: Any, layout: Layout) -> float:
     """The better of two updates, on the slowest rank."""
     with topology.start(plan) as topo:
-        policy, loss = parity_modules.build(plan, topo, layout), build_loss(plan.objective)
+        policy = parity_modules.build(plan, topo, layout)
+        loss = build_loss(plan.objective)
         for chunk in policy.module.chunks:
             sleepy(unwrap(chunk), UNIT / len(policy.module.chunks))
         g = torch.Generator().manual_seed(0)
@@ -74,7 +78,8 @@ def seconds_of(plan: Any, layout: Layout) -> float:
         images = replace(images, old_logprobs=batch.old_logprobs)
         schedule = Scheduler(plan).schedule(images.seqlens)
         assert len(schedule) == MICROBATCHES
-        shard, best = towers.image_shard(plan, topo, images, schedule), float("inf")
+        shard = towers.image_shard(plan, topo, images, schedule)
+        best = float("inf")
         for _ in range(2):
             dist.barrier()
             begun = time.perf_counter()

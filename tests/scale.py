@@ -1,4 +1,4 @@
-"""Traffic, groups and store keys of ranks that run, beside the plan's count of them.
+"""Traffic, groups and store keys of ranks that run, next to the plan's count of them.
 
     python -m tests.scale --ranks 2 4 8
 
@@ -128,7 +128,9 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     def received(*words: str) -> float:
         return max(each.traffic.received(*words) for each in results) / STEPS
 
-    update, copies = "time/update", "dp"  # dp_cp and expt_dp; megatron pads the parts of ranks
+    # dp_cp and expt_dp; megatron pads the parts of ranks
+    update = "time/update"
+    copies = "dp"
     sums = "reduce_scatter" if plan.optimizer.distributed else "allreduce_coalesced"
     yield Compared("gradients [byte]", received(update, sums, copies), world.gradient_bytes, 0.02)
     gathered = received(update, "gather", copies)
@@ -136,7 +138,9 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     published = received("time/publish", "broadcast")
     yield Compared("weights for the engine [byte]", published, world.publish_bytes, 0.15)
     yield from compare_batch(plan, ranks, results)
-    gathered, share = received("time/rollout", "gather"), (ranks - 1) / ranks  # not to itself
+    # not to itself
+    gathered = received("time/rollout", "gather")
+    share = (ranks - 1) / ranks
     objects = share * (world.gathered_index_bytes + world.agreement_bytes)
     yield Compared("numbers and failures gathered [byte]", gathered, objects, 0.05)
     yield Compared("keys in a request", max(traffic.reads), world.keys_read, 0)

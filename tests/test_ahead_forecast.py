@@ -1,4 +1,4 @@
-"""The command that holds the simulator of engines apart against a measured run."""
+"""The command that holds the simulator of remote engines against a measured run."""
 
 from __future__ import annotations
 

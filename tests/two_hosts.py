@@ -25,8 +25,12 @@ from tests.helpers.hosts import ROOT, TORCHRUN, Host, hosts, ip, train_on, wait,
 from tests.helpers.rows import MEASURED
 
 SMALL = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("log.progress=false", "evaluate.every=0", "checkpoint.every=2"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "log.progress=false",
+    "evaluate.every=0",
+    "checkpoint.every=2",
 )
 WAYS = ("batch/moved_bytes", "batch/shared_bytes")
 

@@ -85,7 +85,9 @@ class Run:
     """The jobs of all parts, and what is known of them."""
 
     def __init__(self, folder: Folder, dry: bool, minutes: float | None, parts: Mapping[str, Part]):
-        self.folder, self.dry, self.known = folder, dry, parts
+        self.folder = folder
+        self.dry = dry
+        self.known = parts
         self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.facts_job = Job("machine", "facts", module("facts"), 60)
         self.match = ""  # text in the names of the jobs to run

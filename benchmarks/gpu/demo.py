@@ -1,4 +1,4 @@
-"""The demo's first steps on a GPU in bfloat16 beside the same steps on the CPU in float32.
+"""The demo's first steps on a GPU in bfloat16 next to the same steps on the CPU in float32.
 
 ``python -m benchmarks.gpu.demo [--steps N] [--device cpu]``: both run at the same time. Rows: the
 rewards of each step, trainer against engine, and whether the GPU's curve follows the CPU's: in the
@@ -49,7 +49,8 @@ def main() -> None:
     narrow = ["model.dtype=bfloat16", f"rollout.max_mismatch={MISMATCH}"]
     names = {"cpu": [], given.device + " bf16": [*narrow, f"device={given.device}"]}
     with tempfile.TemporaryDirectory() as text:
-        folder, curves = Path(text), dict[str, list[float]]()
+        folder = Path(text)
+        curves = dict[str, list[float]]()
         runs = {
             name: start(folder, name.replace(" ", "-"), f"steps={given.steps}", *overrides)
             for name, overrides in names.items()

@@ -1,4 +1,4 @@
-"""``make gpu8``: the first hour on several GPUs, the most expensive questions first.
+"""The first hour on several GPUs, the most expensive questions first.
 
 ``python -m benchmarks.gpu.eight [--dry-run] [--only PART,...] [--resume]`` takes the options of
 `benchmarks.gpu`. Jobs that need more GPUs than the machine has are rows "not run" with that reason.

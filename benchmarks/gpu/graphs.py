@@ -105,7 +105,7 @@ def floats(args: Any) -> list[Tensor]:
 
 
 def replayed(case: Captured) -> bool:
-    """Whether a replay with other inputs gives what a plain call gives."""
+    """True if a replay with other inputs gives what a plain call gives."""
     first = [x.clone() for x in floats(case.args)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -63,7 +63,7 @@ class Result:
 
     @property
     def bad(self) -> bool:
-        """Whether something failed, or missed its bar."""
+        """True if something failed, or missed its bar."""
         return self.state not in (OK, ABSENT)
 
 
@@ -99,7 +99,9 @@ class Running:
 
     def __init__(self, job: Job, folder: Folder):
         folder.forget(job)
-        self.job, self.folder, self.start = job, folder, time.monotonic()
+        self.job = job
+        self.folder = folder
+        self.start = time.monotonic()
         places = {table.FILE: folder.of("rows", job), table.FOLDER: folder.path}
         env = os.environ | {name: str(each.absolute()) for name, each in places.items()}
         env |= job.env
@@ -130,9 +132,11 @@ class Running:
         states = {row["state"] for row in found}
         why = ""
         if late:
-            state, why = "timed out", f"more than {self.job.limit:g} s"
+            state = "timed out"
+            why = f"more than {self.job.limit:g} s"
         elif code or FAILED in states:
-            state, why = FAILED, f"exit status {code}" if code else ""
+            state = FAILED
+            why = f"exit status {code}" if code else ""
         else:
             state = next((s for s in (MISSED, OK, ABSENT) if s in states), OK)
         log = self.folder.of("logs", self.job).read_text(errors="replace").splitlines()

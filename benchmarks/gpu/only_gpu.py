@@ -18,7 +18,7 @@ chosen: Counter[str] = Counter()
 
 
 def needs_gpu(item: pytest.Item) -> bool:
-    """Whether a test is skipped where there is no GPU."""
+    """True if a test is skipped where there is no GPU."""
     return any(
         "GPU" in (reason := str(mark.kwargs.get("reason", ""))) and "sees a GPU" not in reason
         for mark in item.iter_markers("skipif")

@@ -15,7 +15,8 @@ from benchmarks.cases import FAMILIES
 from benchmarks.gpu.jobs import ROOT, Job
 
 # what a test file says whose tests may need a GPU; vLLM has a command for itself
-SIGN, APART = "torch.cuda.is_available()", ("tests/rollout/vllm/",)
+SIGN = "torch.cuda.is_available()"
+APART = ("tests/rollout/vllm/",)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FLAGS = ("--kernel-regex", "--kernel-name", "--filter")  # of newer and older sanitizers
 ON_HOST = ("layout",)  # families whose cases are about the host
@@ -133,9 +134,7 @@ def bench_dry() -> Iterator[Job]:
 def step() -> Iterator[Job]:
     missing = find_spec("transformer_engine") is None
     for backend in ("local", "te"):
-        absent = (
-            "transformer_engine is not installed: make te" if backend == "te" and missing else ""
-        )
+        absent = "no transformer_engine: make .venv/.te" if backend == "te" and missing else ""
         for rows in (16384, 32768):
             for layers in (1, 4):
                 name = f"{layers} layer{'s' * (layers > 1)}, {rows} rows, {backend}"

@@ -23,8 +23,14 @@ from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.pack.layout import TokenLayout
 
 BUDGET = 0.5  # seconds for each
-HIDDEN, WIDE, EXPERTS, EXPERT_WIDTH, TOP_K, VOCAB = 2048, 10240, 64, 1536, 4, 154880
-HEADS, HEAD_WIDTH = 20, 256
+HIDDEN = 2048
+WIDE = 10240
+EXPERTS = 64
+EXPERT_WIDTH = 1536
+TOP_K = 4
+VOCAB = 154880
+HEADS = 20
+HEAD_WIDTH = 256
 
 
 class Work(NamedTuple):
@@ -57,7 +63,8 @@ def copies(at: Size) -> Iterator[Work]:
 
 
 def host_link(at: Size) -> Iterator[Work]:
-    count, cuda = (1 << 30) // at.shrink**2, at.device.type == "cuda"
+    count = (1 << 30) // at.shrink**2
+    cuda = at.device.type == "cuda"
     there = torch.zeros(count, dtype=torch.uint8, device=at.device)
     here = torch.zeros(count, dtype=torch.uint8, pin_memory=cuda)
     for what, to, of in (("to the device", there, here), ("to the host", here, there)):
@@ -75,19 +82,27 @@ def both_passes(run: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> Ca
 
 def products(at: Size) -> Iterator[Work]:
     n = 8192 // at.shrink
-    a, b = at.random(n, n), at.random(n, n)
+    a = at.random(n, n)
+    b = at.random(n, n)
     yield Work("product", f"{n} x {n} x {n}", 2 * n**3, "FLOP", lambda: a @ b)
-    rows, k, out = at.tokens, HIDDEN // at.shrink, WIDE // at.shrink
-    x, w, grad = at.random(rows, k), at.random(out, k), at.random(rows, out)
+    rows = at.tokens
+    k = HIDDEN // at.shrink
+    out = WIDE // at.shrink
+    x = at.random(rows, k)
+    w = at.random(out, k)
+    grad = at.random(rows, out)
     run = both_passes(lambda x, w: x @ w.t(), grad, x, w)
     text = f"{rows} x {k} x {out}, both passes"
     yield Work("projections", text, 6 * rows * k * out, "FLOP", run)
 
 
 def experts(at: Size) -> Iterator[Work]:
-    count, k, width = EXPERTS, HIDDEN // at.shrink, 2 * EXPERT_WIDTH // at.shrink
+    count = EXPERTS
+    k = HIDDEN // at.shrink
+    width = 2 * EXPERT_WIDTH // at.shrink
     rows = at.tokens * TOP_K // count
-    x, w = at.random(rows * count, k), at.random(count, width, k)
+    x = at.random(rows * count, k)
+    w = at.random(count, width, k)
     ends = torch.arange(1, count + 1, device=at.device, dtype=torch.int32) * rows
 
     def product(x: Tensor, w: Tensor) -> Tensor:
@@ -100,7 +115,9 @@ def experts(at: Size) -> Iterator[Work]:
 
 def attention(at: Size) -> Iterator[Work]:
     """Forward and backward of packed sequences of 4096 rows."""
-    heads, width, length = HEADS // min(at.shrink, 10), HEAD_WIDTH // at.shrink, 4096 // at.shrink
+    heads = HEADS // min(at.shrink, 10)
+    width = HEAD_WIDTH // at.shrink
+    length = 4096 // at.shrink
     number = max(1, at.tokens // length)
     layout = TokenLayout((length,) * number, cp_size=1, tp_size=1)
     part = attention_of(layout, at.device)
@@ -128,8 +145,10 @@ def attention_of(layout: TokenLayout, device: torch.device) -> Callable[..., Ten
 
 def head(at: Size) -> Iterator[Work]:
     """The fused head with the loss in the chunk: three products of tokens, hidden and words."""
-    k, vocab = HIDDEN // at.shrink, VOCAB // at.shrink
-    hidden, weight = at.random(at.tokens, k), at.random(vocab, k).mul_(k**-0.5)
+    k = HIDDEN // at.shrink
+    vocab = VOCAB // at.shrink
+    hidden = at.random(at.tokens, k)
+    weight = at.random(vocab, k).mul_(k**-0.5)
     for leaf in (hidden, weight):
         leaf.requires_grad_()
     targets = torch.randint(vocab, (at.tokens,), device=at.device)

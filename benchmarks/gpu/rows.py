@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 # environment variables of a job: where its rows go, and the folder of the report
-FILE, FOLDER = "PYRL_GPU_ROWS", "PYRL_GPU_FOLDER"
+FILE = "PYRL_GPU_ROWS"
+FOLDER = "PYRL_GPU_FOLDER"
 LOG_LINES = 12
-OK, MISSED, FAILED, ABSENT = "ok", "missed", "failed", "not run"
+OK = "ok"
+MISSED = "missed"
+FAILED = "failed"
+ABSENT = "not run"
 
 
 def note(name: str, state: str = OK, why: str = "", **numbers: Any) -> None:

@@ -48,7 +48,7 @@ from tests.helpers.passes import WholeBatch, shard_of, weighed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and what begins so
-RANGES = ("pyrl: ", "Optimizer.")  # spans of several kernels, which the profiler shows beside them
+RANGES = ("pyrl: ", "Optimizer.")  # spans of several kernels, which the profiler shows next to them
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "vocab_size")
 NAMED = ("trainer/policy.py:_sums",)  # says that it reads the sums of a pass
 CONTEXT = "CUDA and NCCL"  # torch's allocator does not give it out
@@ -93,13 +93,23 @@ def plan_of(shape: Shape, backend: str = "local", gpu: str = "H100") -> Plan:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(shape.config()))
         overrides = [
-            *(f"model.config={path}", "model.weights=null", "model.tokenizer=tiny"),
-            *(f"model.backend={backend}", f"model.dtype={dtype}", "model.recompute=none"),
-            *("parallel.dp=1", "parallel.ep=1", "optimizer.distributed=false"),
-            *(f"device={shape.device}", f"hardware.gpu={gpu}"),
-            *(f"batching.tokens_per_microbatch={shape.microbatch}", "batching.minibatches=1"),
-            *("rollout.tp=1", "data.max_prompt_tokens=32"),
-            *(f"rollout.max_new_tokens={shape.longest - 32}", f"run={folder}/run"),
+            f"model.config={path}",
+            "model.weights=null",
+            "model.tokenizer=tiny",
+            f"model.backend={backend}",
+            f"model.dtype={dtype}",
+            "model.recompute=none",
+            "parallel.dp=1",
+            "parallel.ep=1",
+            "optimizer.distributed=false",
+            f"device={shape.device}",
+            f"hardware.gpu={gpu}",
+            f"batching.tokens_per_microbatch={shape.microbatch}",
+            "batching.minibatches=1",
+            "rollout.tp=1",
+            "data.max_prompt_tokens=32",
+            f"rollout.max_new_tokens={shape.longest - 32}",
+            f"run={folder}/run",
             *["rollout.offload_trainer=all"] * (shape.device == "cuda"),
         ]
         return compile_plan(CONFIGS / "glm47.yaml", overrides)
@@ -120,7 +130,8 @@ def gpu_name(device: str) -> str:
 
 def batch_of(plan: Plan, rows: int) -> WholeBatch:
     """Random tokens and routes of samples that sum to about ``rows``."""
-    g, sizes = torch.Generator().manual_seed(0), plan.sizes
+    g = torch.Generator().manual_seed(0)
+    sizes = plan.sizes
     lengths = lognormal(4 * rows // plan.longest, plan.longest, rows * 31 // 32)
     count = sum(lengths)
     first = torch.randint(sizes.num_experts, (count, len(plan.router_layers), 1), generator=g)
@@ -141,7 +152,8 @@ def batch_of(plan: Plan, rows: int) -> WholeBatch:
 
 def rounds_of(batch: WholeBatch, schedule: Schedule) -> list[Round]:
     """The microbatches as the forecast counts them."""
-    starts, rounds = batch.starts, list[Round]()
+    starts = batch.starts
+    rounds = list[Round]()
     for groups in schedule.microbatches:
         ids = [i for group in groups for i in group.samples]
         lengths = [batch.seqlens[i] for i in ids]
@@ -190,7 +202,9 @@ class Bench:
     """A model and the shard that it is measured on."""
 
     def __init__(self, plan: Plan, topo: Topology, rows: int):
-        self.plan, self.topo, self.loss = plan, topo, build_loss(plan.objective)
+        self.plan = plan
+        self.topo = topo
+        self.loss = build_loss(plan.objective)
         self.policy = Policy.build(plan, topo, initial=False)
         draw_weights(self.policy)
         self.batch = batch_of(plan, rows)
@@ -214,7 +228,7 @@ class Bench:
         return found
 
     def phase(self, name: str, run: Callable[[], None]) -> None:
-        """Seconds and bytes of a phase that has run before, beside the plan's."""
+        """Seconds and bytes of a phase that has run before, next to the plan's."""
         clock = Clock(torch.cuda.synchronize if self.on_gpu else None)
         peak = 0
         for turn in ("first", "second"):
@@ -228,7 +242,8 @@ class Bench:
         with using(rates := measured_rates(self.plan)):
             again = estimates(self.plan, rounds)[name]
         calibrated = {"calibrated_ms": 1e3 * sum(again.values())} if rates else {}
-        found, memory = min(clock.take().values()), self.memory
+        found = min(clock.take().values())
+        memory = self.memory
         planned = memory.held(name) - memory.bytes_of(CONTEXT)
         note(
             f"{name}: seconds and bytes",

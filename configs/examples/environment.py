@@ -21,11 +21,13 @@ class Calculator:
     """
 
     def __init__(self, for_call=0.2):
-        self.for_call, self.earned = for_call, 0.0
+        self.for_call = for_call
+        self.earned = 0.0
 
     def start(self, prompt):
         """Nothing to read besides the prompt: an observation returned here would follow it."""
-        self.question, self.answer = prompt.text, prompt.answer
+        self.question = prompt.text
+        self.answer = prompt.answer
 
     async def step(self, tokens, text):
         """(observation, reward, done) for what the policy wrote; rewards of turns add up."""

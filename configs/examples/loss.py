@@ -14,7 +14,8 @@ def tapered(logprobs, entropy, fields, config):
     Returns:
         the sum over loss tokens, their number, metrics as (sum, number)
     """
-    mask, advantages = fields.loss_mask, fields.advantages
+    mask = fields.loss_mask
+    advantages = fields.advantages
     # rows outside the mask may hold anything, so they are replaced before they are used
     ratio = torch.where(mask, logprobs.detach() - fields.old_logprobs, 0).clamp(-20, 20).exp()
     taper = torch.where(advantages < 0, ratio.clamp(max=1), 1)

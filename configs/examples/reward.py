@@ -2,7 +2,7 @@
 
 
 def near(prompt, text, tokens):
-    """Two components, which are added up and logged apart; at most 1 together.
+    """Two components, which are added up and logged separately; at most 1 together.
 
     Args:
         prompt: has ``answer`` and every other field of its line in ``meta``

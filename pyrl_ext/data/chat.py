@@ -93,7 +93,8 @@ def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int]
     if not _GENERATION_MARK.search(tokenizer.get_chat_template()):
         return _tokens_by_prefixes(messages, tokenizer)
     marked = _apply(
-        *(messages, tokenizer),
+        messages,
+        tokenizer,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
@@ -114,7 +115,8 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, until = encode(turn, True), encode(turn + 1, False)
+        before = encode(turn, True)
+        until = encode(turn + 1, False)
         if not len(before) < len(until) or any(p != whole[: len(p)] for p in (before, until)):
             raise Broken(
                 f"messages[{turn}]: the chat template renders the turns up to it in another way "

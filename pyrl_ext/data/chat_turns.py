@@ -52,7 +52,9 @@ class ChatTurns:
         role: str = "user",
         forks: bool = False,
     ):
-        self.tokenizer, self.stop_ids, self.tools = tokenizer, stop_ids, list(tools)
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.tools = list(tools)
         self.forgets: str | None = None
         self._said: list[Message] = []
         self._begin: list[Message] = [
@@ -70,7 +72,7 @@ class ChatTurns:
         if self.forgets is not None and not forks:
             raise ValueError(
                 f"{self.forgets}; every such turn would be a fork. Use a template that keeps "
-                "earlier turns as they are, or turns.form stepwise, which trains such turns apart"
+                "earlier turns as they are, or turns.form stepwise, which trains them separately"
             )
 
     def opening(self, messages: list[Message]) -> Context:
@@ -196,7 +198,8 @@ class Tools:
     def _call(self, text: str) -> str:
         try:
             call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
+            name = call["name"]
+            arguments = call.get("arguments", {})
             if name not in self.tools:
                 return f"error: no tool {name!r}, expected one of {', '.join(self.tools)}"
             return str(self.tools[name](**arguments))
@@ -227,7 +230,9 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         ValueError: a parameter without a type that JSON has
     """
-    hints, properties, required = get_type_hints(function), dict[str, Any](), list[str]()
+    hints = get_type_hints(function)
+    properties = dict[str, Any]()
+    required = list[str]()
     for name, parameter in inspect.signature(function).parameters.items():
         kind = hints.get(name)
         if get_origin(kind) is Literal:

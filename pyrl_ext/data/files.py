@@ -67,7 +67,8 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        spans, at = [], 0
+        spans = []
+        at = 0
         with path.open("rb") as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
@@ -105,7 +106,8 @@ class ParquetRows:
         facts = self._file.metadata
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
-        self._held, self._rows = -1, pyarrow.table({})
+        self._held = -1
+        self._rows = pyarrow.table({})
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -119,7 +121,9 @@ class ParquetRows:
         field."""
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         if group != self._held:
-            self._held, self._rows = -1, pyarrow.table({})  # two would be in memory
+            # two would be in memory
+            self._held = -1
+            self._rows = pyarrow.table({})
             try:
                 self._rows = self._file.read_row_group(group)
             except (pyarrow.ArrowException, OSError) as error:

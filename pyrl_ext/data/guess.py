@@ -27,8 +27,11 @@ class Guess:
         lower: str = "lower",
         unclear: str = "?",
     ):
-        self.guesses, self.answers = guesses, (higher, lower, unclear)
-        self.number, self.range, self.made = 0, (float("-inf"), float("inf")), 0
+        self.guesses = guesses
+        self.answers = (higher, lower, unclear)
+        self.number = 0
+        self.range = (float("-inf"), float("inf"))
+        self.made = 0
 
     def start(self, prompt: Prompt) -> None:
         """Take the number; the prompt is all that the policy sees.
@@ -48,7 +51,8 @@ class Guess:
         if guess == self.number:
             return StepResult(None, 1.0 - self._earned, True)
         low, high = self.range
-        reward, done = 0.0, self.made == self.guesses
+        reward = 0.0
+        done = self.made == self.guesses
         if guess is None:
             answer = self.answers[2]
         else:

@@ -97,7 +97,8 @@ class ImageReader:
     """
 
     def __init__(self, folder: str | Path, beside: str | Path, token: int):
-        self.beside, self.token = Path(beside), token
+        self.beside = Path(beside)
+        self.token = token
         self._processor = _load(folder)
         self.patches = lru_cache(8)(self._patches)  # prompts are often asked again
 
@@ -224,9 +225,10 @@ def _decoded(file: PIL.Image) -> PIL.Image:
 
 
 def _has_its_end(source: Path | bytes, kind: str) -> bool:
-    """Whether the last bytes, or the size in the header, are those of a whole file."""
+    """True if the last bytes, or the size in the header, are those of a whole file."""
     with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
-        head, size = file.read(16), file.seek(0, io.SEEK_END)
+        head = file.read(16)
+        size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - 32))
         tail = file.read().rstrip(b"\0")
     if kind in SIZES:
@@ -240,9 +242,11 @@ def _opened(source: Path | bytes) -> PIL.Image:
     if isinstance(source, Path):
         if not source.is_file():
             raise Broken(f"{source}: no such file", "an image file")
-        size, file = source.stat().st_size, source
+        size = source.stat().st_size
+        file = source
     else:
-        size, file = len(source), io.BytesIO(source)
+        size = len(source)
+        file = io.BytesIO(source)
     if size > MAX_BYTES:
         raise Broken(f"{size:,} bytes", f"at most {MAX_BYTES:,}")
     try:

@@ -34,9 +34,16 @@ _PALETTE = {
 }
 # 5 rows of 3
 _DIGITS = (
-    *("111101101101111", "010110010010111", "111001111100111", "111001111001111"),
-    *("101101111001001", "111100111001111", "111100111101111", "111001010010010"),
-    *("111101111101111", "111101111001111"),
+    "111101101101111",
+    "010110010010111",
+    "111001111100111",
+    "111001111001111",
+    "101101111001001",
+    "111100111001111",
+    "111100111101111",
+    "111001010010010",
+    "111101111101111",
+    "111101111001111",
 )
 _SCALE = 2  # pixels of a digit's dot
 
@@ -72,7 +79,8 @@ class Scene(NamedTuple):
 
 def draw_scene(options: PictureOptions, draw: random.Random) -> Scene:
     """A scene at random; every answer is as likely."""
-    ground, number = draw.randrange(70, 110), draw.randrange(options.answers)
+    ground = draw.randrange(70, 110)
+    number = draw.randrange(options.answers)
     if options.ask == "colour":
         colour = COLOURS[number]
         mark = _square(draw, colour, options.size, (0, 0))
@@ -144,7 +152,10 @@ class Pictures:
         found = read_options(PICTURES, options or {})
         assert isinstance(found, PictureOptions)
         self.options = found
-        self.tokenizer, self.reader, self.eos_id, self.seed = tokenizer, reader, eos_id, seed
+        self.tokenizer = tokenizer
+        self.reader = reader
+        self.eos_id = eos_id
+        self.seed = seed
         try:
             self.take(0, 1)
         except Broken as broken:  # by the tokenizer

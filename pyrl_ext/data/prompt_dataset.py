@@ -61,7 +61,7 @@ class Source:
 
 
 def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
-    """Reads images, whose paths start at the folder of the file ``beside``; None: the model takes
+    """Reads images, whose paths start at the folder of the file ``next to``; None: the model takes
     no images."""
     token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
     if token is None or plan.tokenizer_path is None:
@@ -116,7 +116,8 @@ def build_source(plan: Plan) -> Source:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
         return Source(task, task.reward, tokenizer.decode, stop_ids)
     assert plan.prompts_path is not None  # a rule says so
-    environment, reward = None, no_reward
+    environment = None
+    reward = no_reward
     if plan.turns.environment is not None:
         forks = plan.turns.form == "stepwise"
         check_template(plan.turns.environment, tokenizer, stop_ids, forks)
@@ -128,7 +129,8 @@ def build_source(plan: Plan) -> Source:
     prompts = load_prompts(
         plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
     )
-    held_out, path = None, plan.eval_prompts_path
+    held_out = None
+    path = plan.eval_prompts_path
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)

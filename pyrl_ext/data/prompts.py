@@ -88,7 +88,8 @@ class PromptSource:
                 f"PromptSource: {len(train)} prompts to train on and {len(held_out)} held out, "
                 "expected at least one of each; give more prompts or an evaluation file"
             )
-        self.prompts, self._epochs = train, Epochs(len(train), seed, shuffle)
+        self.prompts = train
+        self._epochs = Epochs(len(train), seed, shuffle)
         self._held_out = [replace(p, id=-1 - i) for i, p in enumerate(held_out)]
 
     def take(self, step: int, n: int) -> list[Prompt]:

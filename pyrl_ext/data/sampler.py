@@ -19,7 +19,9 @@ class Epochs:
     """
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True):
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
         # the order of an epoch serves all its steps; refills are in epochs far ahead
         self._order = lru_cache(4)(self._order_of)
 

@@ -88,7 +88,8 @@ class Encoder:
             check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
         tokens, mask = tokens_of_chat(messages, self.tokenizer)
         check_known(text, tokens, self.tokenizer)
-        rows, placed = tokens, []
+        rows = tokens
+        placed = []
         if self.reader is not None:
             rows, placed = self.reader.place(tokens, given)
             counts = np.ones(len(tokens), dtype=np.int64)
@@ -117,7 +118,8 @@ class Encoder:
 
 def _whole_numbers(record: dict[str, Any], name: str) -> np.ndarray:
     """[T] int64, the list that the record holds as ``name``."""
-    values, rule = record[name], "a list of whole numbers"
+    values = record[name]
+    rule = "a list of whole numbers"
     if not isinstance(values, list):
         raise Broken(f"{name} {cut(values)}", rule)
     try:
@@ -207,7 +209,8 @@ class SftSource:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        self.records, self.encode = records, encode
+        self.records = records
+        self.encode = encode
         self.size = len(records) - held_out
         if records and self.size < 1:
             raise ValueError(
@@ -235,13 +238,15 @@ class SftSource:
         Raises: DataError when records cannot be used, or there are none.
         """
         problems = sorted(each for share in shares for each in share.problems)
-        lines, broken = [line for _, line in problems], sum(share.broken for share in shares)
+        lines = [line for _, line in problems]
+        broken = sum(share.broken for share in shares)
         refuse(self.records.path, lines, len(self.records), broken)
         tokens, trained, cut = (
             sum(getattr(share, name) for share in shares)
             for name in ("tokens", "loss_tokens", "truncated")
         )
-        held_out, longest = len(self.records) - self.size, max(share.longest for share in shares)
+        held_out = len(self.records) - self.size
+        longest = max(share.longest for share in shares)
         return (
             f"{self.records.path}: {self.size:,} records, {held_out:,} more held out; {tokens:,} "
             f"tokens, {trained:,} in the loss; {longest:,} in the longest record; {cut:,} were cut"

@@ -77,7 +77,8 @@ class Task:
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ):
-        self.name, self.seed = name, seed
+        self.name = name
+        self.seed = seed
         found = read_options(name, options or {})
         assert isinstance(found, TaskOptions)  # `Pictures` has the others
         self.options = found

@@ -46,7 +46,8 @@ class TimeLimit:
         notice: Callable[[str], None] | None = None,
         notice_seconds: float = NOTICE_SECONDS,
     ):
-        self.seconds, self.notice_seconds = seconds, notice_seconds
+        self.seconds = seconds
+        self.notice_seconds = notice_seconds
         self._notice = notice or _print
         self._call: tuple[Callable[[], str], float] | None = None  # (name, when it began)
         self._over = threading.Event()
@@ -87,13 +88,16 @@ class TimeLimit:
             self._call = None  # a signal that arrives from here on is ignored
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        call, limit = self._call, self.seconds
+        call = self._call
+        limit = self.seconds
         if call is not None and limit is not None and time.monotonic() - call[1] >= limit:
             raise TimeUp
 
     def _watch(self) -> None:
         main = threading.main_thread().ident
-        watched, notice_at, interrupt_at = None, 0.0, 0.0
+        watched = None
+        notice_at = 0.0
+        interrupt_at = 0.0
         while not self._over.wait(_POLL_SECONDS):
             if self._call is not watched:
                 watched = self._call

@@ -38,7 +38,7 @@ def check_targets(
         order: [N] int64, the tokens that are computed, in their order; None: all, as given.
 
     Raises:
-        ValueError: one lies outside ``[0, valid_vocab)``; see `check_entries`.
+        ValueError: one is outside ``[0, valid_vocab)``; see `check_entries`.
     """
     targets = targets if order is None else targets.index_select(0, order)
     if _may_look(targets):
@@ -104,5 +104,5 @@ def check_entries(
 
 
 def _may_look(values: Tensor) -> bool:
-    """Whether entries of ``values`` are checked."""
+    """True if entries of ``values`` are checked."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -58,7 +58,8 @@ def correct(
     columns = torch.stack([e, loss_mask.double(), ((e < floor) & loss_mask).double()], -1)
     table = over_ranks(torch.zeros(count, 3, dtype=torch.float64).index_add(0, sequences, columns))
     totals, tokens, vetoed = table[sequences].unbind(-1)
-    weights, found = loss_mask.double(), dict[str, Tensor]()
+    weights = loss_mask.double()
+    found = dict[str, Tensor]()
     if config.tis_cap is not None:
         log_weight = (e if config.tis == "token" else totals).clamp(max=LOG_RATIO_LIMIT)
         truncated = log_weight.exp().clamp(config.tis_floor or 0.0, config.tis_cap)

@@ -55,7 +55,8 @@ def evaluate(
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     given |= dict(rollout_logprobs=rollout_logprobs, advantages=advantages, loss_mask=loss_mask)
     known: dict[str, Any] = {name: _column(name, x, len(samples)) for name, x in given.items()}
-    leaf, spread = known.pop("logprobs").requires_grad_(), _column("entropy", entropy, len(samples))
+    leaf = known.pop("logprobs").requires_grad_()
+    spread = _column("entropy", entropy, len(samples))
     mask = known["loss_mask"] = known["loss_mask"].bool()
     each = torch.arange(len(lengths))
     prompts = each if groups is None else torch.as_tensor([*groups])

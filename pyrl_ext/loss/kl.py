@@ -43,7 +43,8 @@ def kl_terms(config: Objective, k: Tensor, log_ratio: Tensor) -> Tensor:
 
     Source: https://arxiv.org/abs/2506.09477.
     """
-    value, weight = VALUES[config.kl](k), config.kl_weight
+    value = VALUES[config.kl](k)
+    weight = config.kl_weight
     ratio = torch.ones_like(k) if weight == "none" else clamp_log_ratio(log_ratio)[0].exp()
     if config.kl_gradient == "direct":
         return (ratio.detach() if weight == "detached" else ratio) * value

@@ -48,7 +48,8 @@ def policy_loss(
         ValueError: a part asks for an input that is None.
     """
     mask = fields.loss_mask
-    logp, old = masked(logprobs, mask), masked(fields.old_logprobs, mask)
+    logp = masked(logprobs, mask)
+    old = masked(fields.old_logprobs, mask)
     _check_inputs(fields, config)
     anchor = old if config.anchor == "old" else masked(fields.rollout_logprobs, mask)
     d, guarded = clamp_log_ratio(log_ratios(config.ratio, logp - anchor, fields.sequences))

@@ -44,14 +44,17 @@ def ppo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     Source: PPO, https://arxiv.org/abs/1707.06347; separate clips, DAPO,
     https://arxiv.org/abs/2503.14476; dual clip, https://arxiv.org/abs/1912.09729.
     """
-    ratio, advantages = given.log_ratio.exp(), given.advantages
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    ratio = given.log_ratio.exp()
+    advantages = given.advantages
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clipped = _clipped(ratio, advantages, low, high)
     if config.dual_clip is not None:
         most = -config.dual_clip * advantages
         limited = (advantages < 0) & (loss > most)
-        loss, clipped = torch.where(limited, most, loss), clipped | limited
+        loss = torch.where(limited, most, loss)
+        clipped = clipped | limited
     return loss, clipped
 
 
@@ -61,7 +64,8 @@ def cispo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585.
     """
     ratio = given.log_ratio.detach().exp()
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low = 1 - config.clip_low
+    high = 1 + config.clip_high
     loss = -ratio.clamp(low, high) * given.advantages * given.logprobs
     return loss, (ratio < low) | (ratio > high)
 
@@ -85,7 +89,8 @@ def gmpo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     Source: https://arxiv.org/abs/2507.20673.
     """
     assert given.sequences is not None
-    d, advantages = given.log_ratio, given.advantages
+    d = given.log_ratio
+    advantages = given.advantages
     clipped = ((advantages > 0) & (d > config.clip_high)) | (
         (advantages < 0) & (d < -config.clip_low)
     )

@@ -36,7 +36,8 @@ def reduction_weights(
     Raises: ValueError for a name that is none of these, or sequence_sum without a constant.
     """
     n = tokens.double()
-    total, counted = n.sum(), (n > 0).double()
+    total = n.sum()
+    counted = (n > 0).double()
     group = numbered(groups)
     per_group = n.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, n)
     match reduction:

@@ -64,7 +64,9 @@ class _VocabParallelLogprob(torch.autograd.Function):
             rows = token_logprob_combine(shards, targets, scale, valid_vocab)
         logprob, entropy, top, log_sum = rows
         ctx.save_for_backward(logits, targets, scale, top, log_sum, entropy, keep_mask)
-        ctx.first, ctx.width, ctx.inplace = first, width, inplace
+        ctx.first = first
+        ctx.width = width
+        ctx.inplace = inplace
         return logprob, entropy
 
     @staticmethod
@@ -153,7 +155,7 @@ def vocab_parallel_logprob(
     Communicates: one all-gather of [4, T] over ``group`` in the forward, nothing in the backward.
 
     Raises:
-        ValueError: shapes do not fit, a temperature is not positive, a target lies outside
+        ValueError: shapes do not fit, a temperature is not positive, a target is outside
             ``[0, valid_vocab)``, or the logits are not contiguous with ``inplace``. On CUDA, where
             it would wait for the device, and in a compiled graph the entries of tensors are not
             checked: a wrong target or temperature gives NaN.

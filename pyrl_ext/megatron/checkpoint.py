@@ -24,10 +24,12 @@ from pyrl_ext.parallel.file_digests import ALGORITHM, DIGESTS, find_damage, writ
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
-COUNTERS, PLAN = "counters.json", "plan.json"
+COUNTERS = "counters.json"
+PLAN = "plan.json"
 _COUNTERS = {"step": int, "updates": int, "layout": str, "plan": str}
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-_WRITING, _REPLACED = ".writing", ".replaced"
+_WRITING = ".writing"
+_REPLACED = ".replaced"
 
 
 class Part(NamedTuple):

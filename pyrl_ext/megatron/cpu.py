@@ -80,7 +80,9 @@ def keep_memory() -> None:
     With glibc's defaults a tensor above 32 MiB is mapped anew in every call, and its page faults
     cost several times what is done with it. A C library without ``mallopt`` stays as it is.
     """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
+    # glibc's malloc.h
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_MAX = -4
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the heap
@@ -138,10 +140,8 @@ def _answer_uneven_shards() -> None:
     and scatters equal shapes only, so they are padded to the longest."""
     from megatron.core.tensor_parallel import mappings
 
-    equal_gather, equal_scatter = (
-        mappings._gather_along_first_dim,
-        mappings._reduce_scatter_along_first_dim,
-    )
+    equal_gather = mappings._gather_along_first_dim
+    equal_scatter = mappings._reduce_scatter_along_first_dim
 
     def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
         return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])

@@ -40,7 +40,8 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         self.probs = probs  # megatron's combine_preprocess asks for its type
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
         found = expert_rows(routing_map, probs, self.config.moe_router_topk)
-        self._rows, self._inverse = found.rows, found.inverse
+        self._rows = found.rows
+        self._inverse = found.inverse
         if self._alone:
             self.tokens_per_expert = found.counts
         else:
@@ -60,13 +61,15 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         replay = self.router.router_replay
         if not (replay and replay.used) or (sent := replay.used.sent) is None:
             return super().preprocess(routing_map)
-        mine, experts = sent[self.tp_ep_group.rank()], self.local_expert_indices
+        mine = sent[self.tp_ep_group.rank()]
+        experts = self.local_expert_indices
         here = sent[:, experts[0] : experts[-1] + 1].view(self.ep_size, self.tp_size, -1)
         self.input_splits = mine.view(self.ep_size, -1).sum(1).numpy()
         self.output_splits = here[:, self.tp_rank].sum(1).numpy()
         self.output_splits_tp = here.sum((0, 2)).numpy()
         self.num_global_tokens_per_local_expert = here.transpose(0, 1).flatten(0, 1)
-        self.num_out_tokens, self.cuda_sync_point = int(mine.sum()), "no_sync"
+        self.num_out_tokens = int(mine.sum())
+        self.cuda_sync_point = "no_sync"
         return here.sum((0, 1))
 
     def dispatch_postprocess(

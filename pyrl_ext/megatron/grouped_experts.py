@@ -54,15 +54,18 @@ class GroupedExperts(MegatronModule):
                 f"GroupedExperts: activation {kind[1]}, gated {kind[0]}, expected silu and gated, "
                 "or a squared ReLU and not"
             )
-        self.unit, self.inner = UNITS[kind], 1 + kind[0]
+        self.unit = UNITS[kind]
+        self.inner = 1 + kind[0]
         if config.add_bias_linear or config.moe_apply_probs_on_input:
             raise ValueError(
                 f"GroupedExperts: add_bias_linear {config.add_bias_linear}, "
                 f"moe_apply_probs_on_input {config.moe_apply_probs_on_input}, expected neither"
             )
-        self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
+        self.ep_group = pg_collection.ep
+        self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
-        width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
+        width = config.moe_ffn_hidden_size // self.tp_group.size()
+        hidden = config.hidden_size
         unit = 16 // config.params_dtype.itemsize
         if width % unit or hidden % unit:
             raise ValueError(
@@ -117,7 +120,8 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Both weights under the names, and as parts of the tensors, of ``SequentialMLP``."""
-        axes, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
+        axes = len(sharded_offsets)
+        replica = (0, 0, self.dp_group.rank())
         (ep, ep_rank), (tp, tp_rank) = (
             (g.size(), g.rank()) for g in (self.ep_group, self.tp_group)
         )

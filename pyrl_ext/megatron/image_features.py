@@ -35,7 +35,8 @@ class FeatureGPT(GPTModel):
     ) -> Any:
         if features:
             rows, values = (torch.cat(each) for each in zip(*features, strict=True))
-            width, layers = self.config.hidden_size, len(self.decoder.layers)
+            width = self.config.hidden_size
+            layers = len(self.decoder.layers)
             if values.shape[1] % width or not 0 < values.shape[1] // width <= 1 + layers:
                 raise ValueError(
                     f"FeatureGPT: features are {values.shape[1]} wide, expected {width} times 1 to "

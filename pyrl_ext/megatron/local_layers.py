@@ -114,7 +114,8 @@ class LatentAttention(MLASelfAttention):
         """
         packed: PackedSequences = packed_seq_params
         compressed, combined = self._qkv_down_projection(hidden_states)
-        compressed, combined = compressed.squeeze(1), combined.squeeze(1)
+        compressed = compressed.squeeze(1)
+        combined = combined.squeeze(1)
         latents, shared = combined.split([self.config.kv_lora_rank, self._rotary_width], dim=-1)
         latents = apply_module(self.kv_layernorm)(latents)
         narrow = self.config.q_lora_rank is not None
@@ -123,7 +124,8 @@ class LatentAttention(MLASelfAttention):
         query, _ = (self.linear_q_up_proj if narrow else self.linear_q_proj)(compressed)
         query = query.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
         turns: Any = self.rotary_pos_emb
-        turns, shared = turns.turns(packed), shared[:, None]
+        turns = turns.turns(packed)
+        shared = shared[:, None]
         if not self._gathers(packed):
             if self.config.sequence_parallel:
                 shared = gather_over(self.tp_group, shared)
@@ -155,7 +157,10 @@ class LatentAttention(MLASelfAttention):
         if self._gathers(packed_seq_params):
             extra["chunks"] = packed_seq_params.over_shards
         return self.core_attention(
-            *(query, key, value, attention_mask),
+            query,
+            key,
+            value,
+            attention_mask,
             packed_seq_params=packed_seq_params,
             attn_mask_type=attn_mask_type or self.attn_mask_type,
             **extra,
@@ -235,7 +240,8 @@ class ReplicatedLinear(MegatronModule):
         self.weight.allreduce = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        fused, linear = self.gradient_accumulation_fusion, linear_with_frozen_weight
+        fused = self.gradient_accumulation_fusion
+        linear = linear_with_frozen_weight
         if self.weight.requires_grad:
             linear = linear_with_grad_accumulation_and_async_allreduce
         return linear(x, self.weight, None, fused, False, False, tp_group=self.tp_group), None

@@ -51,7 +51,8 @@ def score_tokens(
     `vocab_parallel_logprob`.
     """
     kept = None if depth else micro.kept
-    how, depths = plan.logprob, [micro.targets, *(inputs.targets for inputs in micro.mtp)]
+    how = plan.logprob
+    depths = [micro.targets, *(inputs.targets for inputs in micro.mtp)]
     common: dict[str, Any] = {
         "temperature": plan.rollout.temperature,
         "valid_vocab": plan.sizes.vocab_size,
@@ -60,7 +61,9 @@ def score_tokens(
         if how.head == "logits":
             logits = output_layer(hidden_states, weight=output_weight)[0].flatten(0, 1)
             return vocab_parallel_logprob(
-                *(logits, depths[depth], group),
+                logits,
+                depths[depth],
+                group,
                 inplace=True,  # nobody else reads them
                 with_entropy=True,
                 keep_mask=None if kept is None else kept.mask(group.rank(), logits),
@@ -87,7 +90,8 @@ class _Parts:
     """A loss of chunks of tokens, with the sums of their counts and metrics."""
 
     def __init__(self, loss: LossFn, inputs: LossInputs):
-        self.loss, self.inputs = loss, inputs
+        self.loss = loss
+        self.inputs = inputs
         self.count: Any = 0
         self.sums: Sums = {}
 

@@ -1,4 +1,4 @@
-"""Adapters beside megatron's frozen linears: ``y = W x + scale B (A x)``.
+"""Adapters next to megatron's frozen linears: ``y = W x + scale B (A x)``.
 
 How tensor-parallel ranks hold the factors of W [out, in], and what they exchange (r is the rank):
 
@@ -58,12 +58,15 @@ class Adapter(nn.Module):
         self, weight: Tensor, a: Sequence[int], b: Sequence[int], linear_of: Tensor, scale: float
     ):
         super().__init__()
-        self.scale, self.on = scale, True
+        self.scale = scale
+        self.on = True
         self.lora_A, self.lora_B = (nn.Parameter(weight.new_empty(*size)) for size in (a, b))
-        self._rows, linears = weight.shape[-2], a[-2] // b[-1]
+        self._rows = weight.shape[-2]
+        linears = a[-2] // b[-1]
         rows = (linear_of >= 0).nonzero()[:, 0].to(weight.device)
         of_linear = F.one_hot(linear_of.to(weight.device)[rows], linears)[:, :, None]
-        several, some = linears > 1, len(rows) < self._rows
+        several = linears > 1
+        some = len(rows) < self._rows
         mask = of_linear.to(weight.dtype) if several else None
         self.register_buffer("mask", mask, persistent=False)
         self.register_buffer("places", rows if some else None, persistent=False)
@@ -207,7 +210,10 @@ class Factor(NamedTuple):
         had it whole."""
         tp, dp = (groups.expt_tp, groups.expt_dp) if self.experts else (groups.tp, groups.dp_cp)
         first = [(0, groups.ep.rank(), groups.ep.size())] if self.experts else []
-        key, rank, size, cut = prefix + self.key, tp.rank(), tp.size(), self.cut
+        key = prefix + self.key
+        rank = tp.rank()
+        size = tp.size()
+        cut = self.cut
         replica = (0, rank if cut is None else 0, dp.rank())
 
         def part(key: str, data: Tensor, place: int, count: int) -> ShardedTensor:
@@ -216,7 +222,9 @@ class Factor(NamedTuple):
 
         if cut is None or len(self.sections) == 1:
             return part(key, self.value, rank, size)
-        unit, places = gcd(*self.sections), list[int]()  # pieces of a checkpoint are equally long
+        # pieces of a checkpoint are equally long
+        unit = gcd(*self.sections)
+        places = list[int]()
         for rows in self.sections:
             first_of_rank = len(places) * size + rank * (rows // unit)
             places += range(first_of_rank, first_of_rank + rows // unit)

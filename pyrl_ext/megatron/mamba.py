@@ -26,7 +26,8 @@ class GatedGroupNorm(torch.nn.Module):
         self, width: int, *, group_size: int, eps: float, device: Any, dtype: torch.dtype, **_: Any
     ):
         super().__init__()
-        self.group_size, self.eps = group_size, eps
+        self.group_size = group_size
+        self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -89,7 +90,8 @@ class PackedMamba(mamba_mixer.MambaMixer):
         self, hidden_states: Tensor, *_: Any, packed_seq_params: Any, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         packed: PackedSequences = packed_seq_params
-        place, inner = packed.place, self.d_inner_local_tp
+        place = packed.place
+        inner = self.d_inner_local_tp
         rows, _bias = self.in_proj(hidden_states)
         gate, x, *shared, step = rows.squeeze(1).split(
             [inner, inner, *self._shared, self.nheads_local_tp], dim=-1

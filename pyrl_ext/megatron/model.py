@@ -64,7 +64,8 @@ def _finish(chunk: Module, plan: Plan, topo: Topology) -> None:
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, TurnedAttention
     from pyrl_ext.megatron.rotary import PackedRotary
 
-    sizes, latents = plan.sizes, plan.gathers_latents
+    sizes = plan.sizes
+    latents = plan.gathers_latents
     rotary = PackedRotary(
         sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
     )

@@ -31,7 +31,8 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     use_kernels(plan.model.backend)
-    options, dtype = plan.optimizer, dtype_of(plan.model.dtype)
+    options = plan.optimizer
+    dtype = dtype_of(plan.model.dtype)
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -148,7 +149,8 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
     """Bytes of `state_tensors` after the first step, without weights in fp32, which it steps
     themselves; of wrapped chunks whose optimizer need not be built yet."""
-    weight, held = dtype_of(plan.model.dtype).itemsize, 0
+    weight = dtype_of(plan.model.dtype).itemsize
+    held = 0
     for buffer in buffers(chunks):
         shares = buffer.data_parallel_group.size() if plan.optimizer.distributed else 1
         held += (8 if weight == 4 else 12) * buffer.grad_data.numel() // shares
@@ -278,7 +280,8 @@ def _places(part: Any, models: dict) -> list[tuple[Any, Tensor, int]]:
     if not _is_distributed(part):
         by_main = {id(getattr(s.data, "main_param", s.data)): s for s in saved}
         return [(by_main[id(main)], main, 0) for main in _mains(part)]
-    by_parameter, groups = {id(s.data): s for s in saved}, part.optimizer.param_groups
+    by_parameter = {id(s.data): s for s in saved}
+    groups = part.optimizer.param_groups
     return [
         (
             by_parameter[id(parameter)],

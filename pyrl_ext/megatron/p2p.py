@@ -33,7 +33,8 @@ class KnownShapes(P2PCommunicator):
         super().__init__(group, config)
         chunks = self.virtual_pipeline_model_parallel_size or 1
         turns = get_schedule_table(microbatches, chunks, config.microbatch_group_size_per_vp_stage)
-        pp, rank = group.size(), group.rank()
+        pp = group.size()
+        rank = group.rank()
 
         def edges(back: bool, behind: int) -> Iterator[Shape]:
             """Shapes in the order of messages over the edge ``behind`` this rank's chunks, 0, or
@@ -43,8 +44,10 @@ class KnownShapes(P2PCommunicator):
                 if 0 <= place < chunks * pp - 1:
                     yield shape_of(number, place)
 
-        self._received, self._sent = edges(False, -1), edges(False, 0)
-        self._gradients, self._sent_back = edges(True, 0), edges(True, -1)
+        self._received = edges(False, -1)
+        self._sent = edges(False, 0)
+        self._gradients = edges(True, 0)
+        self._sent_back = edges(True, -1)
 
     def _communicate_shapes(  # type: ignore[override]
         self,

@@ -119,7 +119,8 @@ class PackedSequences(PackedSeqParams):
     def over_shards(self) -> Chunks:
         """For keys gathered over the context-parallel group and then over the ranks that share a
         sequence: shard after shard, in each of them rank after rank."""
-        layout, place = self.layout, self.place
+        layout = self.layout
+        place = self.place
         of_rank = torch.arange(place.cp_size * layout.num_local).chunk(place.cp_size)
         shards = [layout.shard(rows, t) for t in range(place.tp_size) for rows in of_rank]
         return Chunks(self, torch.cat(shards).argsort()[layout.global_order()])
@@ -139,7 +140,8 @@ class Chunks:
     def __init__(self, packed: PackedSequences, key_rows: Tensor):
         self.segments = packed.layout.segments(packed.place.cp_rank)
         self.causal = packed.causal
-        self.device, self._key_rows = packed.positions.device, key_rows
+        self.device = packed.positions.device
+        self._key_rows = key_rows
 
     @cached_property
     def by_shape(self) -> _ByShape:
@@ -148,7 +150,8 @@ class Chunks:
         for q_start, q_len, k_start, k_len in self.segments:
             groups.setdefault((q_len, k_len), []).append((q_start, k_start))
         shapes: list[_Shape] = []
-        q_rows, k_rows = [], []
+        q_rows = []
+        k_rows = []
         for (q_len, k_len), starts in sorted(groups.items()):
             first = torch.tensor(starts)
             q_rows.append((first[:, :1] + torch.arange(q_len)).flatten())
@@ -156,7 +159,8 @@ class Chunks:
             square = torch.ones(q_len, k_len, dtype=torch.bool, device=self.device)
             mask = None if q_len == k_len else square.tril(k_len - q_len)
             shapes.append(_Shape(len(starts), q_len, k_len, mask))
-        order, keys = torch.cat(q_rows), self._key_rows[torch.cat(k_rows)]
+        order = torch.cat(q_rows)
+        keys = self._key_rows[torch.cat(k_rows)]
         return _ByShape(
             RowMap(order, len(order), self.device),
             RowMap(keys, len(self._key_rows), self.device),
@@ -291,7 +295,8 @@ class PackedAttention(MegatronModule):
             return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         sizes = chunks.varlen
         if (rows := sizes["key_rows"]) is not None:
-            key, value = rows.take(key), rows.take(value)
+            key = rows.take(key)
+            value = rows.take(value)
         # FlashAttention-2, all that varlen_attn runs on without a package of another, has one width
         narrow = query.shape[2] - value.shape[2]
         if narrow:

@@ -79,8 +79,11 @@ def _stretched_share(dim: int, base: float, yarn: Yarn) -> Tensor:
     def dimension(turns: float) -> float:
         return dim * math.log(yarn.original_positions / (turns * 2 * math.pi)) / math.log(base) / 2
 
-    first, last = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    first = dimension(yarn.beta_fast)
+    last = dimension(yarn.beta_slow)
     if yarn.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dim - 1)
     return ((torch.arange(dim // 2) - first) / (last - first or 1e-3)).clamp(0, 1)

@@ -89,7 +89,8 @@ def _fit(layer: Any, config: Any) -> None:
     )
     from pyrl_ext.megatron.packed_attention import PackedAttention
 
-    parts, centred = layer.submodules, config.layernorm_zero_centered_gamma
+    parts = layer.submodules
+    centred = config.layernorm_zero_centered_gamma
     if getattr(parts.mlp, "func", None) is MoELayer:
         parts.mlp.keywords["submodules"].experts = GroupedExperts
         parts.mlp = partial(RowMoELayer, **parts.mlp.keywords)

@@ -37,7 +37,8 @@ def put_kinds(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
         layers: 0-based global ids of the block's.
     """
     for place, layer in enumerate(layers):
-        kind, spec = sizes.layer_kinds[layer], block.layer_specs[place]
+        kind = sizes.layer_kinds[layer]
+        spec = block.layer_specs[place]
         changes: dict[str, Any] = {}
         if kind.has_state:
             changes["self_attention"] = _mixer(sizes)
@@ -91,7 +92,8 @@ class PackedDeltaNet(GatedDeltaNet):
         self, hidden_states: Tensor, *_: Any, packed_seq_params: Any, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         packed: PackedSequences = packed_seq_params
-        place, dtype = packed.place, hidden_states.dtype
+        place = packed.place
+        dtype = hidden_states.dtype
         sections = [*self.in_proj_split_sections]  # queries, keys, values, gates, betas, alphas
         rows, _ = self.in_proj(hidden_states)
         rows = rows_to_heads(rows.squeeze(1), sections, packed)

@@ -138,19 +138,26 @@ def use_kernels(backend: str) -> None:
 
     from pyrl_ext.megatron import multi_tensor
 
-    norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
+    norms = vars(clip_grads)
+    mixes = vars(mixed)
+    builds = vars(optimizer)
     if backend == "te":
         from megatron.core.extensions.transformer_engine import te_general_gemm as route
         from transformer_engine.pytorch import optimizers as te
 
-        adam, apply, scale = te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_scale
-        norm, scale_by_tensor = te.multi_tensor_l2norm, te.multi_tensor_scale_tensor
+        adam = te.FusedAdam
+        apply = te.multi_tensor_applier
+        scale = te.multi_tensor_scale
+        norm = te.multi_tensor_l2norm
+        scale_by_tensor = te.multi_tensor_scale_tensor
     else:
         from torch.optim import AdamW as adam
 
         route = None
-        apply, scale = utils.local_multi_tensor_applier, multi_tensor.scale
-        norm, scale_by_tensor = multi_tensor.l2_norm, None
+        apply = utils.local_multi_tensor_applier
+        scale = multi_tensor.scale
+        norm = multi_tensor.l2_norm
+        scale_by_tensor = None
     moe_utils.te_general_gemm = route  # type: ignore[assignment]
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
@@ -180,5 +187,5 @@ def with_local_keys(state: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def without_states(model: Module) -> dict[str, None]:
-    """Empty states of scales, which ``load_state_dict`` of ``model`` wants beside its tensors."""
+    """Empty states of scales, which ``load_state_dict`` of ``model`` wants next to its tensors."""
     return dict.fromkeys(name for name in model.state_dict() if name.endswith(_STATE))

@@ -46,7 +46,10 @@ class TEAttention(MegatronModule):
         # values of latent attention are widened to the keys: of packed sequences, few kernels have
         # two widths
         self.kernels = TEDotProductAttention(
-            *(config, layer_number, attn_mask_type, attention_type),
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
             softmax_scale=softmax_scale,
             k_channels=k_channels,
             v_channels=k_channels,
@@ -70,7 +73,8 @@ class TEAttention(MegatronModule):
                 f"TEAttention: packed_seq_params is {type(packed_seq_params).__name__}, expected "
                 "PackedSequences; unpacked batches are not computed here"
             )
-        packed, width = packed_seq_params, value.shape[2]
+        packed = packed_seq_params
+        width = value.shape[2]
         causal = AttnMaskType.padding_causal
         wide = F.pad(value, (0, key.shape[2] - width)) if key.shape[2] != width else value
         out = self.kernels(query, key, wide, None, causal, packed_seq_params=_bounds(packed))

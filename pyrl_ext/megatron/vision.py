@@ -69,9 +69,13 @@ class VisionTower(MegatronModule):
 
     def __init__(self, config: Any, tower: Tower, kind: TowerKind, topo: Topology, width: int):
         super().__init__(config)
-        self.tower, self.kind, self.input = tower, kind, None
-        self.pre_process, self.post_process = topo.is_first_stage, topo.is_last_stage
-        self.pg_collection, self.vp_stage = topo.groups, None
+        self.tower = tower
+        self.kind = kind
+        self.input = None
+        self.pre_process = topo.is_first_stage
+        self.post_process = topo.is_last_stage
+        self.pg_collection = topo.groups
+        self.vp_stage = None
         self.share_embeddings_and_output_weights = False
         if self.pre_process:
             self.embedding = Embedding(config, tower, kind)
@@ -115,7 +119,8 @@ class VisionTower(MegatronModule):
         """
         images = PackedImages.of(grids, self.tower, self.kind, next(self.parameters()).device)
         if self.pre_process:
-            hidden, taken = self.embedding(pixels, grids)[:, None], []
+            hidden = self.embedding(pixels, grids)[:, None]
+            taken = []
         else:
             assert self.input is not None
             hidden, *taken = self.input.split(self.tower.hidden_size, dim=-1)
@@ -146,7 +151,8 @@ class Embedding(MegatronModule):
 
     def __init__(self, config: Any, tower: Tower, kind: TowerKind):
         super().__init__(config)
-        self.merge, self.kind = tower.merge, kind
+        self.merge = tower.merge
+        self.kind = kind
         empty = partial(torch.empty, dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(empty(tower.hidden_size, *kind.patch(tower)))
         self.bias = torch.nn.Parameter(empty(tower.hidden_size))
@@ -216,7 +222,8 @@ class Projection(MLP):
         """megatron's, with the norm as the copy of the tower's tensor-parallel ranks that it is:
         megatron's MLP passes no group on (mlp.py:376), so that each rank would write it."""
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        norm, group = f"{prefix}norm.", cast(Any, self.tp_group)
+        norm = f"{prefix}norm."
+        group = cast(Any, self.tp_group)
         found |= sharded_state_dict_default(
             self.norm, norm, sharded_offsets, metadata, tp_group=group
         )
@@ -285,7 +292,8 @@ class PackedImages(PackedSequences):
 def _blocks(grids: Grids, merge: int) -> Tensor:
     """[P] int64 on the host, the patch of images stored row by row at each place of the order block
     by block."""
-    parts, first = [], 0
+    parts = []
+    first = 0
     for _, h, w in grids:
         flat = torch.arange(first, first + h * w)
         parts.append(flat.view(h // merge, merge, w // merge, merge).transpose(1, 2).flatten())

@@ -39,7 +39,8 @@ def mismatch(
         ValueError: no token under the mask.
     """
     total, largest = _over(topo)
-    old, rollout = old_logprobs[mask].double(), rollout_logprobs[mask].double()
+    old = old_logprobs[mask].double()
+    rollout = rollout_logprobs[mask].double()
     d = old - rollout
     size = d.abs()
     counts = torch.stack([torch.ones_like(d), ~d.isfinite(), d.isnan()])
@@ -68,7 +69,16 @@ def mismatch(
 
 
 _DISTANCES = (
-    *("k3", "abs_mean", "p99", "max", "prob_abs_mean", "f2", "f5", "ess", "chi2", "ppl_ratio"),
+    "k3",
+    "abs_mean",
+    "p99",
+    "max",
+    "prob_abs_mean",
+    "f2",
+    "f5",
+    "ess",
+    "chi2",
+    "ppl_ratio",
 )
 
 Reduce = Callable[[Tensor], Tensor]
@@ -98,11 +108,13 @@ def _smallest(values: Tensor, k: int, total: Reduce) -> float:
     Their bits order as they do. Eight rounds count how many values have each next byte of the
     bits, so that ranks exchange counts instead of values.
     """
-    bits, chosen = values.view(torch.int64), 0
+    bits = values.view(torch.int64)
+    chosen = 0
     for shift in range(56, -1, -8):
         byte = (bits >> shift) & 255
         below = total(torch.bincount(byte, minlength=256).double()).cumsum(0)
         digit = int(torch.searchsorted(below, torch.tensor(float(k), dtype=below.dtype)))
         k -= int(below[digit - 1]) if digit else 0
-        bits, chosen = bits[byte == digit], chosen | digit << shift
+        bits = bits[byte == digit]
+        chosen = chosen | digit << shift
     return float(torch.tensor(chosen).view(torch.float64))

@@ -98,9 +98,11 @@ def _draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_mismatch(axes: Axes, runs: Sequence[Run]) -> None:
-    solid, dashed = {"linestyle": "-"}, {"linestyle": "--"}
+    solid = {"linestyle": "-"}
+    dashed = {"linestyle": "--"}
     keys: list[Any] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
-    positive, crosses = False, 0
+    positive = False
+    crosses = 0
     for run, colour in _coloured(runs):
         for number, name in enumerate(("mismatch/abs_mean", "mismatch/k3")):
             steps, values = run.series(name)
@@ -151,7 +153,8 @@ def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dic
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over ``window`` values around each, fewer at the ends; ``window`` is odd."""
     total = np.cumsum(np.insert(values, 0, 0.0))
-    places, half = np.arange(len(values)), window // 2
+    places = np.arange(len(values))
+    half = window // 2
     ends = np.minimum(len(values), places + half + 1)
     starts = np.maximum(0, places - half)
     return (total[ends] - total[starts]) / (ends - starts)

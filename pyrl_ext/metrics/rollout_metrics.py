@@ -147,6 +147,6 @@ SERVER_METRICS = (
     Metric(
         "publish/wait_seconds",
         "s",
-        "Of it, what the trainer waited for after its passes (rollout.publish_beside).",
+        "Of it, what the trainer waited for after its passes (rollout.overlap_publish).",
     ),
 )

@@ -64,7 +64,9 @@ class JsonlSink:
         if torn is not None:
             log.warning(
                 "%s: removed line %d, left half written by an interrupted run: %.80s",
-                *(self.path, len(rows) + 1, torn),
+                self.path,
+                len(rows) + 1,
+                torn,
             )
             self._rewrite(rows)
         return rows
@@ -117,7 +119,7 @@ class JsonlSink:
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a metrics.jsonl has; 0 without the file. Raises: ValueError as `read_rows`."""
+    """Number of rows a metrics.jsonl has; 0 without the file. Raises: ValueError as `read_rows`."""
     return len(read_rows(path)) if path.exists() else 0
 
 
@@ -229,16 +231,20 @@ class ProgressSink:
         file: IO[str] | None = None,
     ) -> None:
         console = Console(file=file or sys.stderr)
-        self._console, self._total, self._every = console, total_steps, every
-        self._start, self._first, self._printed = time.monotonic(), first_step, -math.inf
+        self._console = console
+        self._total = total_steps
+        self._every = every
+        self._start = time.monotonic()
+        self._first = first_step
+        self._printed = -math.inf
         self._bar = None
         if console.is_terminal:
             self._bar = Progress(
-                *(TextColumn("step"), MofNCompleteColumn(), BarColumn()),
-                *(
-                    TextColumn("{task.fields[numbers]}"),
-                    TimeRemainingColumn(elapsed_when_finished=True),
-                ),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
                 console=console,
             )
             self._bar.start()

@@ -111,7 +111,9 @@ def decoder[S: ModelSizes](
 def _layer(
     layer: int, sizes: ModelSizes, attention: list[Weight], feed_forward: list[Weight]
 ) -> list[Weight]:
-    hf, mc, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", sizes.hidden_size
+    hf = f"model.layers.{layer}."
+    mc = f"decoder.layers.{layer}."
+    hidden = sizes.hidden_size
     before = hf + "input_layernorm.weight", mc + "input_layernorm.weight"
     between = hf + "post_attention_layernorm.weight", mc + "pre_mlp_layernorm.weight"
     return [
@@ -131,7 +133,8 @@ def experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     """Tensors of routed experts, their router, and the shared expert."""
     table = routed_experts(layer, sizes)
     if sizes.has_router_bias:
-        gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
+        gate = f"model.layers.{layer}.mlp.gate"
+        router = f"decoder.layers.{layer}.mlp.router"
         names = gate + ".e_score_correction_bias", router + ".expert_bias"
         # next to the router's weight: engines need both before they can use either
         table.insert(1, Weight.same(*names, sizes.num_experts, float32=True))
@@ -142,7 +145,9 @@ def experts(layer: int, sizes: ModelSizes) -> list[Weight]:
 
 def _mtp(depth: int, layer: int, sizes: ModelSizes) -> list[Weight]:
     """The tensors of an MTP layer other than those of its decoder layer."""
-    hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", sizes.hidden_size
+    hf = f"model.layers.{layer}."
+    mc = f"mtp.layers.{depth}."
+    hidden = sizes.hidden_size
     return [
         Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
         Weight.same(hf + "hnorm.weight", mc + "hnorm.weight", hidden),
@@ -153,14 +158,17 @@ def _mtp(depth: int, layer: int, sizes: ModelSizes) -> list[Weight]:
 
 def grouped_query_rows(layer: int, sizes: GroupedQuery) -> list[Weight]:
     """Tensors of `grouped_query` attention."""
-    hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+    hf = f"model.layers.{layer}.self_attn."
+    mc = f"decoder.layers.{layer}.self_attention."
     heads = (sizes.num_attention_heads, sizes.num_key_value_heads)
-    hidden, width = sizes.hidden_size, sizes.head_width
+    hidden = sizes.hidden_size
+    width = sizes.head_width
     table = []
     for kind in ("weight", "bias") if sizes.attention_bias else ("weight",):
         q, k, v = (f"{hf}{name}_proj.{kind}" for name in "qkv")
         head = (width, hidden) if kind == "weight" else (width,)
-        name, gates = f"{mc}linear_qkv.{kind}", sizes.has_output_gate
+        name = f"{mc}linear_qkv.{kind}"
+        gates = sizes.has_output_gate
         table.append(Weight.grouped(q, k, v, name, heads, *head, gates=gates))
     if sizes.has_qk_norm:
         table.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight", width))
@@ -169,14 +177,18 @@ def grouped_query_rows(layer: int, sizes: GroupedQuery) -> list[Weight]:
 
 
 def _output(layer: int, hidden: int, width: int) -> Weight:
-    hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+    hf = f"model.layers.{layer}.self_attn."
+    mc = f"decoder.layers.{layer}.self_attention."
     return Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight", hidden, width)
 
 
 def latent_rows(layer: int, sizes: Latent) -> list[Weight]:
     """Tensors of `latent` attention."""
-    hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
-    hidden, heads, narrow = sizes.hidden_size, sizes.num_attention_heads, sizes.kv_lora_rank
+    hf = f"model.layers.{layer}.self_attn."
+    mc = f"decoder.layers.{layer}.self_attention."
+    hidden = sizes.hidden_size
+    heads = sizes.num_attention_heads
+    narrow = sizes.kv_lora_rank
     queries = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
     kv_a = hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight"
     kv_b = hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight"
@@ -202,9 +214,11 @@ def ignored(sizes: ModelSizes, mtp_layers: int) -> dict[str, str]:
     """Patterns of the tensors that are not loaded, with the reason: MTP layers that the plan leaves
     out, copies, and values computed from the config."""
     first = sizes.num_hidden_layers
-    pattern, reason = ".*", "MTP layer; the plan says model.mtp: off"
+    pattern = ".*"
+    reason = "MTP layer; the plan says model.mtp: off"
     if mtp_layers:
-        pattern, reason = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
+        pattern = r"(embed_tokens|shared_head\.head)\.weight"
+        reason = "a copy of the model's own"
     patterns = {
         rf"model\.layers\.{i}\.{pattern}": reason
         for i in range(first, first + sizes.num_nextn_predict_layers)

@@ -153,7 +153,8 @@ class SafetensorsFolder:
                 "quantised weights are not trained. Convert the checkpoint to bfloat16"
             )
         skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
-        missing, unknown = sorted(wanted - self.names), sorted(self.names - wanted - skipped)
+        missing = sorted(wanted - self.names)
+        unknown = sorted(self.names - wanted - skipped)
         if missing or unknown:
             raise ValueError(
                 f"checkpoint: {self.folder}: {len(missing)} tensors are missing {missing[:6]}, "
@@ -215,7 +216,8 @@ class _Writer:
     """Writes tensors into files of at most ``limit`` bytes; holds one file at a time."""
 
     def __init__(self, folder: Path, limit: int):
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self.files: list[dict[str, int]] = []  # tensor -> bytes
         self._kept: dict[str, Tensor] = {}
 
@@ -236,7 +238,8 @@ class _Writer:
     def finish(self) -> None:
         """Write the last file and the index; rename the files, whose names contain their number."""
         self._flush()
-        count, where = len(self.files), {}
+        count = len(self.files)
+        where = {}
         for i, names in enumerate(self.files):
             file = f"model-{i + 1:05}-of-{count:05}.safetensors"
             file = file if count > 1 else "model.safetensors"
@@ -295,7 +298,8 @@ def write_hf(
         _drain(named)
         return
     name = dtype or plan.model.dtype
-    kind, hf = dtype_of(name), written_config(plan, name)
+    kind = dtype_of(name)
+    hf = written_config(plan, name)
     size = parameters(plan.sizes).total * kind.itemsize
     fit = stacked(named, plan.sizes.num_experts) if plan.model.family in STACKED else named
     shown = progress(fit, f"writing {folder}", None, size, plan.log.progress)

@@ -30,7 +30,9 @@ class Adapters:
     """
 
     def __init__(self, table: Sequence[Weight], lora: Lora, topo: Topology):
-        self.table, self.lora, self.topo = adapter_table(table, lora), lora, topo
+        self.table = adapter_table(table, lora)
+        self.lora = lora
+        self.topo = topo
         self._adapters: list[Adapter] = []
         self._factors: list[tuple[Factor, list[str]]] = []  # names of the stacked ones
         self._of: dict[str, _Place] = {}  # by the name of a weight
@@ -39,7 +41,7 @@ class Adapters:
     def attach(
         cls, models: Sequence[nn.Module], table: Sequence[Weight], lora: Lora, topo: Topology
     ) -> Adapters:
-        """Freeze ``models`` and put adapters, with undefined factors, beside their linears.
+        """Freeze ``models`` and put adapters, with undefined factors, next to their linears.
 
         Before megatron's DistributedDataParallel: what requires no gradient then has no place in
         its buffers, nor in the optimizer.
@@ -71,7 +73,8 @@ class Adapters:
         self, owner: nn.Module, attribute: str, name: str, weight: Tensor, rows: list[Weight]
     ) -> None:
         """An adapter for one live weight, of whose experts ``rows`` are, or the one row."""
-        row, stacked = rows[0], weight.ndim == 3
+        row = rows[0]
+        stacked = weight.ndim == 3
         size, _, group = tensor_split(row, self.topo)
         if stacked:
             first = self.topo.groups.ep.rank() * len(weight)
@@ -86,7 +89,8 @@ class Adapters:
         for (letter, found), value in zip(
             factors.items(), (adapter.lora_A, adapter.lora_B), strict=True
         ):
-            shard, experts = found[0].shard, found[0].expert is not None
+            shard = found[0].shard
+            experts = found[0].expert is not None
             cut = None if shard == "same" else int(shard == "columns") + value.ndim - 2
             key = f"{name.removesuffix('.weight')}.lora_{letter}"
             factor = Factor(key, value, cut, found[0].sections_of(value.shape[-2]), experts)
@@ -166,7 +170,9 @@ class _Place(NamedTuple):
 
 class _Merged(Mapping[str, Tensor]):
     def __init__(self, live: Mapping[str, Tensor], places: Mapping[str, _Place], note: Note | None):
-        self._live, self._places, self._note = live, places, note
+        self._live = live
+        self._places = places
+        self._note = note
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._live[name]

@@ -46,9 +46,11 @@ def adapter_rows(row: Weight, lora: Lora) -> list[Weight]:
     a = _factor(row, "A", which, [(rank, size[1]) for size in shapes])
     b = _factor(row, "B", which, [(size[0], rank) for size in shapes])
     if row.shard == "columns":  # an expert's "down", whose B faces the hidden size
-        shared, a = b, replace(a, shard="columns")
+        shared = b
+        a = replace(a, shard="columns")
     else:
-        shared, b = a, replace(b, shard=_shard_of_b(row, len(which)))
+        shared = a
+        b = replace(b, shard=_shard_of_b(row, len(which)))
     if row.expert is None or lora.experts == "per_expert":
         return [a, b]
     each = b if shared is a else a

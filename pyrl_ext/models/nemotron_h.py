@@ -36,9 +36,13 @@ def config(sizes: NemotronH) -> dict[str, Any]:
 
 
 def _mamba(layer: int, sizes: NemotronH) -> list[Weight]:
-    hf, mc = f"model.layers.{layer}.mixer.", f"decoder.layers.{layer}.self_attention."
-    hidden, heads, taps = sizes.hidden_size, sizes.mamba_num_heads, sizes.conv_kernel
-    inner, shared = heads * sizes.mamba_head_dim, sizes.n_groups * sizes.ssm_state_size
+    hf = f"model.layers.{layer}.mixer."
+    mc = f"decoder.layers.{layer}.self_attention."
+    hidden = sizes.hidden_size
+    heads = sizes.mamba_num_heads
+    taps = sizes.conv_kernel
+    inner = heads * sizes.mamba_head_dim
+    shared = sizes.n_groups * sizes.ssm_state_size
     projections = {hf + "in_proj.weight": (inner, inner, shared, shared, heads)}
     channels = inner, shared, shared
     decays, steps, skips = (Weight.rows(hf + n, mc + n, heads) for n in ("A_log", "dt_bias", "D"))
@@ -57,7 +61,8 @@ def _mamba(layer: int, sizes: NemotronH) -> list[Weight]:
 
 
 def _layer(layer: int, sizes: NemotronH) -> list[Weight]:
-    kind, mc = sizes.layer_kinds[layer], f"decoder.layers.{layer}."
+    kind = sizes.layer_kinds[layer]
+    mc = f"decoder.layers.{layer}."
     norm = mc + ("input_layernorm" if kind.mixer else "pre_mlp_layernorm") + ".weight"
     rows = {
         "mamba": _mamba,

@@ -32,7 +32,8 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.schema.lora import Lora
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 Form = Literal["single", "fused"]
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
@@ -45,11 +46,27 @@ _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # transformers
 # keys of a config that are read, or that say nothing about W x + scale B A x beyond what the
 # tensors say; any other must be unset
 _KNOWN = {
-    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout"),
-    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "ensure_weight_tying", "task_type", "auto_mapping", "peft_version"),
-    *("base_model_name_or_path", "revision", "inference_mode", "runtime_config"),
-    *("megatron_core", "qalora_group_size"),
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_dropout",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "ensure_weight_tying",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
 }
 # of an adapter whose base weights are the checkpoint's; pissa, for one, leaves others
 _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -93,7 +110,9 @@ class PeftFolder:
         table: Sequence[Weight],
         ignored: Mapping[str, str],
     ):
-        self.folder, self.lora, self.sizes = Path(folder), lora, sizes
+        self.folder = Path(folder)
+        self.lora = lora
+        self.sizes = sizes
         self.one_a: list[str] = []
         for file in (self.folder / CONFIG, self.folder / TENSORS):
             if not file.is_file():
@@ -146,7 +165,8 @@ class PeftFolder:
     def _of_pair(self, module: str, experts: str) -> dict[str, Sliceable]:
         """The factors of single experts in a fused pair."""
         (rows, inputs), (outputs, columns) = (tensor.shape for tensor in self._stored(module))
-        number, hidden = self.sizes.num_experts, self.sizes.hidden_size
+        number = self.sizes.num_experts
+        hidden = self.sizes.hidden_size
         width = self.sizes.moe_intermediate_size
         double = (inputs, outputs) == (hidden, 2 * width)
         if not (double or (inputs, outputs) == (width, hidden)) or rows != columns or rows % number:
@@ -155,12 +175,14 @@ class PeftFolder:
                 f"{columns}], expected A [E r, in] and B [out, r E] of {number} experts, in and "
                 f"out {hidden} and {2 * width} or {width} and {hidden}"
             )
-        rank, kinds = rows // number, ("gate", "up") if double else ("down",)
+        rank = rows // number
+        kinds = ("gate", "up") if double else ("down",)
         halves = double and rank == 2 * self.lora.rank_of(True)
         self._check_scale(f"{experts}.{'gate_up' if double else 'down'}_proj", rank, halves)
         if double and not halves:
             self.one_a.append(experts)
-        size, read = rank // (1 + halves), partial(self._read_pair, module, kinds, halves)
+        size = rank // (1 + halves)
+        read = partial(self._read_pair, module, kinds, halves)
         shapes = {"A": (size, inputs), "B": (outputs // len(kinds), size)}
         return {
             name: _OfPair(read, name, torch.Size(shapes[letter]))
@@ -176,14 +198,17 @@ class PeftFolder:
             while len(self._held) > 1:
                 del self._held[next(iter(self._held))]
             a, b = (tensor[:] for tensor in self._stored(module))
-            number, experts = self.sizes.num_experts, module.removesuffix(".base_layer")
+            number = self.sizes.num_experts
+            experts = module.removesuffix(".base_layer")
             self._held[module] = _split(a, b, experts, number, kinds, halves)
         return self._held[module]
 
     def _check_scale(self, module: str, rank: int, halves: bool = False) -> None:
         """Refuse what the run's ranks or alpha cannot hold; ``halves``: gate and up stacked."""
-        config, expert = self._config, ".experts." in module
-        mine, key = self.lora.rank_of(expert), "expert_rank" if expert else "rank"
+        config = self._config
+        expert = ".experts." in module
+        mine = self.lora.rank_of(expert)
+        key = "expert_rank" if expert else "rank"
         declared = _by_pattern(config.get("rank_pattern"), module, config["r"])
         if rank != mine * (1 + halves) or declared != rank:
             raise ValueError(
@@ -201,7 +226,8 @@ class PeftFolder:
     def _check_names(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
         number = self.sizes.num_experts
         wanted = {x for row in table for name in row.hf_names for x in _of_experts(name, number)}
-        missing, beside = sorted(wanted - self._found.keys()), self._found.keys() - wanted
+        missing = sorted(wanted - self._found.keys())
+        beside = self._found.keys() - wanted
         beside = {n for n in beside if not any(re.fullmatch(p, n) for p in ignored)}
         # a module whose B is zero is none: the forms have gate, up and down of an expert together
         unknown = sorted(
@@ -226,7 +252,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     """The adapter's config. Raises: ValueError if it is of another kind than plain LoRA."""
     try:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-        kind, _, _ = config["peft_type"], config["r"] + 0, config["lora_alpha"] + 0
+        kind = config["peft_type"]
+        _ = config["r"] + 0
+        _ = config["lora_alpha"] + 0
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"adapter: {path}: {type(error).__name__}: {error}, expected JSON of PEFT with r"
@@ -260,13 +288,16 @@ def _split(
 
     Raises: ValueError if ``halves``, and B is not block diagonal.
     """
-    a, b = a.unflatten(0, (number, -1)), b.unflatten(1, (-1, number)).permute(2, 0, 1)
+    a = a.unflatten(0, (number, -1))
+    b = b.unflatten(1, (-1, number)).permute(2, 0, 1)
     found: dict[str, Tensor] = {}
     outputs, rank = (n // len(kinds) for n in b.shape[1:])
     for i, kind in enumerate(kinds):
-        rows, ranks = slice(i * outputs, (i + 1) * outputs), slice(None)
+        rows = slice(i * outputs, (i + 1) * outputs)
+        ranks = slice(None)
         if halves:
-            ranks, other = slice(i * rank, (i + 1) * rank), slice((1 - i) * rank, (2 - i) * rank)
+            ranks = slice(i * rank, (i + 1) * rank)
+            other = slice((1 - i) * rank, (2 - i) * rank)
             if b[:, rows, other].any():
                 raise ValueError(
                     f"adapter: {experts}: gate and up share factors of rank {2 * rank}, expected "
@@ -365,7 +396,9 @@ def _fused(factors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
 
 def _adapter_config(plan: Plan, factors: Iterable[str], form: Form) -> dict[str, Any]:
     assert plan.lora is not None
-    rank, routed, alpha = plan.lora.rank, plan.lora.rank_of(True), plan.lora.alpha
+    rank = plan.lora.rank
+    routed = plan.lora.rank_of(True)
+    alpha = plan.lora.alpha
     modules = {name.rsplit(".lora_", 1)[0] for name in factors}
     below = {_BELOW_LAYER.sub(r"\1", module) for module in modules if ".experts." not in module}
     # in models with experts peft 0.21 takes a module called gate_proj, up_proj or down_proj for the
@@ -378,7 +411,8 @@ def _adapter_config(plan: Plan, factors: Iterable[str], form: Form) -> dict[str,
     if any(".experts." in module for module in modules):
         if form == "fused":
             both, down = _STACKED
-            ranks, alphas = {both: 2 * routed, down: routed}, {both: 2 * alpha}
+            ranks = {both: 2 * routed, down: routed}
+            alphas = {both: 2 * alpha}
             parameters |= set(_STACKED)
         else:  # peft fuses these experts itself: it takes 2 r for them, whatever a pattern says
             ranks = dict.fromkeys(sorted(kinds | parameters), rank) if rank != routed else {}

@@ -1,4 +1,4 @@
-"""Qwen3.5 as it is published: the language model beside a vision tower, which is that of
+"""Qwen3.5 as it is published: the language model next to a vision tower, which is that of
 Qwen3-VL-MoE without layers that feed the first ones."""
 
 from pyrl_ext.models import qwen3_5_text

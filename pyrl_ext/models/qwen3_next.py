@@ -53,8 +53,10 @@ def family_of(
 def _delta_net(
     layer: int, sizes: DeltaNets, groups: int, projections: dict[str, tuple[int, ...]]
 ) -> list[Weight]:
-    hf, mc = f"model.layers.{layer}.linear_attn.", f"decoder.layers.{layer}.self_attention."
-    hidden, value = sizes.hidden_size, sizes.linear_value_head_dim
+    hf = f"model.layers.{layer}.linear_attn."
+    mc = f"decoder.layers.{layer}.self_attention."
+    hidden = sizes.hidden_size
+    value = sizes.linear_value_head_dim
     keys = sizes.linear_num_key_heads * sizes.linear_key_head_dim
     heads = sizes.linear_num_value_heads
     inputs = {f"{hf}{name}.weight": rows for name, rows in projections.items()}
@@ -109,10 +111,8 @@ def ignored(sizes: DeltaNets, mtp_layers: int) -> dict[str, str]:
 
 
 def _projections(sizes: Qwen3Next) -> Projections:
-    key, shared = (
-        sizes.linear_key_head_dim,
-        sizes.linear_num_value_heads // sizes.linear_num_key_heads,
-    )
+    key = sizes.linear_key_head_dim
+    shared = sizes.linear_num_value_heads // sizes.linear_num_key_heads
     values = shared * sizes.linear_value_head_dim
     rows = {"in_proj_qkvz": (key, key, values, values), "in_proj_ba": (shared, shared)}
     return sizes.linear_num_key_heads, rows

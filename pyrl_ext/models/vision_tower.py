@@ -1,4 +1,4 @@
-"""Families with a vision tower: its table of weights, and that of the language model beside it."""
+"""Families with a vision tower: its table of weights, and that of the language model next to it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def tower_rows(sizes: ModelSizes, kind: TowerKind, names: Mapping[str, str]) -> 
         names: part of a megatron name -> the same part of a checkpoint name; replaced in turn.
     """
     assert sizes.vision is not None  # the family has a tower
-    tower, hidden = sizes.vision, sizes.vision.hidden_size
-    heads, wide = tower.num_attention_heads, hidden * tower.merge**2
+    tower = sizes.vision
+    hidden = sizes.vision.hidden_size
+    heads = tower.num_attention_heads
+    wide = hidden * tower.merge**2
 
     def rows() -> Iterator[list[Weight]]:
         yield [
@@ -70,18 +72,19 @@ def _out(name: str, rows: int, columns: int) -> list[Weight]:
 
 
 def _mlp(at: str, width: int, inner: int, out: int) -> list[Weight]:
-    weight, bias = f"{at}linear_fc1.weight", f"{at}linear_fc1.bias"
+    weight = f"{at}linear_fc1.weight"
+    bias = f"{at}linear_fc1.bias"
     first = [Weight.rows(weight, weight, inner, width), Weight.rows(bias, bias, inner)]
     return [*first, *_out(f"{at}linear_fc2", out, inner)]
 
 
-# the language model beside a tower ---------------------------------------------------------------
+# the language model next to a tower ---------------------------------------------------------------
 
 
 def family_with_tower[S: ModelSizes](
     text: Family[S], moved: Mapping[str, str], kind: TowerKind, names: Mapping[str, str]
 ) -> Family[S]:
-    """The family of a language model beside a tower.
+    """The family of a language model next to a tower.
 
     Args:
         text: of the language model alone.

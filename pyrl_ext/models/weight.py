@@ -114,7 +114,7 @@ class Weight:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one checkpoint tensor holds queries, keys and values."""
+        """True if one checkpoint tensor holds queries, keys and values."""
         return self.shard == "grouped" and len(self.hf_names) == 1
 
     def sections_of(self, rows: int) -> tuple[int, ...]:
@@ -179,7 +179,8 @@ def _grouped_shard(weight: Weight, tensors: Sequence[Sliceable], size: int, rank
     groups = weight.heads[1]
     rows = sum(t.shape[0] for t in tensors) // groups  # of a group
     mine = _part(groups * rows, size, rank)
-    first, last = mine.start // rows, -(-mine.stop // rows)
+    first = mine.start // rows
+    last = -(-mine.stop // rows)
     taken = [t[slice(*(g * t.shape[0] // groups for g in (first, last)))] for t in tensors]
     by_group = [t.unflatten(0, (last - first, -1)) for t in taken]
     if weight.gates:
@@ -221,7 +222,8 @@ def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tenso
         return [(list(gates), 0), (list(ups), 0)]
     if weight.shard == "grouped":
         whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-        groups, rows = weight.heads[1], [shape[0] for shape in weight.shapes]
+        groups = weight.heads[1]
+        rows = [shape[0] for shape in weight.shapes]
         fused = weight.is_fused
         rows = [rows[0] // 3] * 3 if fused else rows
         by_group = [*whole.unflatten(0, (groups, -1)).split([n // groups for n in rows], 1)]
@@ -232,7 +234,8 @@ def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tenso
     if weight.shard == "sections":
         return [([tensor], 0) for tensor in _unsectioned(weight, shards)]
     if weight.shard == "vocab":  # the last shards end with padding
-        rows, size = weight.shapes[0][0], shards[0].shape[0]
+        rows = weight.shapes[0][0]
+        size = shards[0].shape[0]
         return [([shard[: max(0, rows - i * size)] for i, shard in enumerate(shards)], 0)]
     return [(list(shards), int(weight.shard == "columns"))]
 

@@ -21,7 +21,8 @@ from pyrl_ext.plan.model.sizes import ModelSizes
 
 def language_model(sizes: ModelSizes, layers: Iterable[list[Weight]]) -> list[Weight]:
     """Embedding, ``layers``, final norm, and the head unless it is tied to the embedding."""
-    hidden, size = sizes.hidden_size, (sizes.vocab_size, sizes.hidden_size)
+    hidden = sizes.hidden_size
+    size = (sizes.vocab_size, sizes.hidden_size)
     table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight", *size)]
     for layer in layers:
         table += layer
@@ -35,8 +36,10 @@ def mlp(
     layer: int, name: str, sizes: ModelSizes, width: int, expert: int | None = None
 ) -> list[Weight]:
     """The MLP of a layer or of one expert; up, and gate where there is one, has ``width`` rows."""
-    hidden, kinds = sizes.hidden_size, ("gate", "up", "down")[-sizes.mlp_matrices :]
-    hf, mc = f"model.layers.{layer}.{name}.", f"decoder.layers.{layer}.{name}."
+    hidden = sizes.hidden_size
+    kinds = ("gate", "up", "down")[-sizes.mlp_matrices :]
+    hf = f"model.layers.{layer}.{name}."
+    mc = f"decoder.layers.{layer}.{name}."
     mc = mc.replace(".experts.", ".experts.local_experts.")
     *inner, down = (f"{hf}{kind}_proj.weight" for kind in kinds)
     return [
@@ -47,7 +50,8 @@ def mlp(
 
 def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     """The router of layer ``layer`` and its experts."""
-    hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
+    hf = f"model.layers.{layer}.mlp.gate.weight"
+    mc = f"decoder.layers.{layer}.mlp.router.weight"
     table = [Weight.same(hf, mc, sizes.num_experts, sizes.hidden_size)]
     for e in range(sizes.num_experts):
         table += mlp(layer, f"mlp.experts.{e}", sizes, sizes.moe_intermediate_size, expert=e)
@@ -173,7 +177,8 @@ class RandomWeights:
     """
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
-        self.std, self.seed = std, seed
+        self.std = std
+        self.seed = seed
         self.rows = {n: (w, s) for w in table for n, s in zip(w.hf_names, w.shapes, strict=True)}
 
     def __call__(self, name: str) -> Tensor:

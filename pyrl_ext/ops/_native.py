@@ -35,7 +35,8 @@ def sources_hash(root: Path) -> str | None:
 
 def loaded(extension: Any, root: Path) -> Any:
     """``extension``, or an `Outdated` if it was not built from ``csrc`` in ``root``."""
-    expected, found = sources_hash(root), getattr(extension, "sources", "older sources")
+    expected = sources_hash(root)
+    found = getattr(extension, "sources", "older sources")
     if expected in (None, found):
         return extension
     return Outdated(

@@ -108,7 +108,8 @@ def use_backend(name: str) -> Iterator[None]:
     first that accepts. The choice is made each time the operator runs, in compiled graphs too.
     """
     global _named
-    before, _named = _named, name
+    before = _named
+    _named = name
     try:
         yield
     finally:

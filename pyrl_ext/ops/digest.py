@@ -61,7 +61,8 @@ def digest_on_device(tensor: Tensor) -> Tensor:
         return torch.full((), seed, dtype=torch.int64, device=tensor.device)
     tensor = tensor.detach().reshape(tensor.shape or (1,))
     # the widest integer that divides a row, and with it every chunk
-    size, total = gcd(4, tensor.shape[-1] * tensor.itemsize), seed
+    size = gcd(4, tensor.shape[-1] * tensor.itemsize)
+    total = seed
     if tensor.device.type == "cpu" and tensor.nbytes <= SMALL:
         # a copy: what numpy shares can no longer be resized, so not be offloaded
         words = _words(tensor, size).to(torch.int64).numpy()
@@ -69,7 +70,8 @@ def digest_on_device(tensor: Tensor) -> Tensor:
         return torch.tensor(_signed(sums + seed * STEP))
     at_once = _at_once(tensor.device)
     for part, chunk in _parts(tensor, WORDS * size // tensor.itemsize, at_once):
-        words, width = _words(part, size), chunk * tensor.itemsize // size
+        words = _words(part, size)
+        width = chunk * tensor.itemsize // size
         chunks = -(-len(words) // width)
         factors = _factors(tensor.device, width, at_once)[(at_once - chunks) * width :]
         products = _times(words, factors[: len(words)])

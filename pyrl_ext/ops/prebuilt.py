@@ -66,7 +66,8 @@ def use(plan: Plan, config: Mapping[str, Any], folder: Path) -> int:
             f"kernels.prebuilt: {folder} holds no {MANIFEST}, expected what --build wrote. {advice}"
         )
     target = "{}{}".format(*torch.cuda.get_device_capability())
-    built, wanted = json.loads(file.read_text()), facts(plan, config, int(target))
+    built = json.loads(file.read_text())
+    wanted = facts(plan, config, int(target))
     for name, value in wanted.items():
         if built.get(name) != value:
             raise ValueError(

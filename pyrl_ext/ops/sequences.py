@@ -56,7 +56,9 @@ def positions(cu_seqlens: Tensor, rows: int) -> Tensor:
     return row - cu_seqlens[sequence_of_rows(cu_seqlens, rows)]
 
 
-SHORT, LONG = 16, 32  # rows of a chunk, by the mean length of sequences
+# rows of a chunk, by the mean length of sequences
+SHORT = 16
+LONG = 32
 
 
 class Chunks(NamedTuple):

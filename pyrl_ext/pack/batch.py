@@ -1,4 +1,4 @@
-"""Batch: ragged samples as one stream of model-input rows, with everything a loss needs beside it.
+"""Batch: ragged samples as one stream of model-input rows, with everything a loss needs next to it.
 
 A sample of n tokens gives n - 1 rows. Row t is the model input ``tokens[t]`` and its target is
 ``tokens[t + 1]``: nothing is predicted from the last token, so it is never an input. Routes at a
@@ -19,13 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import Sample, route_dtype
 
 _PER_ROW = (
-    *("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages"),
-    *("routes", "route_mask", "versions"),
+    "tokens",
+    "targets",
+    "positions",
+    "loss_mask",
+    "rollout_logprobs",
+    "advantages",
+    "routes",
+    "route_mask",
+    "versions",
 )
 
 _ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
@@ -105,7 +112,8 @@ class Batch:
         """
         if not samples:
             raise ValueError("Batch.of: 0 samples, expected at least 1")
-        first, device = samples[0], samples[0].tokens.device
+        first = samples[0]
+        device = samples[0].tokens.device
         if first.routes is not None:
             layer_ids = first.layer_ids if layer_ids is None else layer_ids
             topk = first.routes.shape[-1] if topk is None else topk
@@ -145,7 +153,7 @@ class Batch:
             num_experts=plan.sizes.num_experts,
             layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
             patch_width=tower.patch_width if tower and plan.modules else None,
-            kept_of=plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
+            kept_of=plan.sizes.vocab_size if plan.trains_on_sampling_mask else None,
             versions=plan.rollout.ahead > 0,
         )
 

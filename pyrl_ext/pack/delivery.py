@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.kept_parts import KeptParts
 from pyrl_ext.pack.needs import KEPT_COUNTS, Columns, Field, Needs, bits
 from pyrl_ext.parallel.buckets import Bucket, aligned
@@ -119,7 +119,10 @@ class Delivery:
         digest: int = 0,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        self.rank, self.needs, self._digest, self._waiting = rank, needs, digest, waiting
+        self.rank = rank
+        self.needs = needs
+        self._digest = digest
+        self._waiting = waiting
         self.moved = Moved()
         self.columns = {
             name: torch.empty((len(need.rows), *f.shape), dtype=f.dtype)
@@ -284,7 +287,8 @@ class Delivery:
             if at is not None and need.kept is not None:
                 self.kept.add(part, at, self._sets(part, owner, columns["kept_counts"]))
             for column in need.fields if at is not None else ():
-                here, sent = bits(self.columns[column]), bits(columns[column])
+                here = bits(self.columns[column])
+                sent = bits(columns[column])
                 here.index_copy_(0, torch.from_numpy(at), sent)
 
     def _sets(self, part: int, owner: int, counts: Tensor) -> KeptSets:

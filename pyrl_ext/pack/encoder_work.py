@@ -78,7 +78,8 @@ class EncoderWork:
                 later. 0: the first stage.
         """
         ids = self.ids(microbatch, replica)
-        counts, within = self.images.counts[ids], self.images.rows[ids] - depth
+        counts = self.images.counts[ids]
+        within = self.images.rows[ids] - depth
         rows = _runs(self.lengths.starts[self.images.samples[ids]] + within, counts)
         return np.where(_runs(within, counts) < 0, -2, rows) if depth else rows
 
@@ -183,7 +184,8 @@ class PatchStream:
     @classmethod
     def of(cls, plan: Plan, index: BatchIndex, schedule: Schedule) -> PatchStream | None:
         """The patches that the plan's encoder reads; None: it has none."""
-        tower, encoders = plan.sizes.vision, [g for g in plan.grids.values() if g.name != "llm"]
+        tower = plan.sizes.vision
+        encoders = [g for g in plan.grids.values() if g.name != "llm"]
         if tower is None or not encoders:
             return None
         (grid,) = encoders
@@ -228,6 +230,7 @@ class PatchStream:
 
     def _firsts(self, ids: Sequence[np.ndarray]) -> np.ndarray:
         """[microbatches + 1] first patch of each microbatch, then their number."""
-        sizes, firsts = self.items.lengths.seqlens, np.zeros(len(self.work.schedule) + 1, np.int64)
+        sizes = self.items.lengths.seqlens
+        firsts = np.zeros(len(self.work.schedule) + 1, np.int64)
         firsts[1 : len(ids) + 1] = np.cumsum([int(sizes[each].sum()) for each in ids])
         return firsts

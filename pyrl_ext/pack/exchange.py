@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Delivery, Moved, Stored
@@ -56,11 +56,16 @@ def shard_batch(
         routes exactly the layers, that a rank computes; on a host 16 bytes of every rank, and a
         barrier.
     """
-    schedule, hosts = joined(schedules), topo.hosts
+    schedule = joined(schedules)
+    hosts = topo.hosts
     images = PatchStream.of(plan, index, schedule)
     exchange = Exchange(
-        *(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images),
-        plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
+        index,
+        schedule,
+        seats_of(plan, index),
+        plan.sizes.num_experts,
+        images,
+        plan.sizes.vocab_size if plan.trains_on_sampling_mask else None,
         plan.rollout.ahead > 0,
     )
     owned = {} if batch is None else columns_of(batch, exchange.depths)
@@ -76,7 +81,8 @@ def shard_batch(
     loss_tokens = tuple(
         tuple(int(n) for n in index.loss_tokens[each.samples].sum(0)) for each in schedules
     )
-    seat, columns = exchange.seats[topo.rank], delivery.columns
+    seat = exchange.seats[topo.rank]
+    columns = delivery.columns
     shard = BatchShard(
         schedule,
         tuple(map(len, schedules)),
@@ -100,7 +106,8 @@ def step_digest(index: BatchIndex, schedules: Sequence[Schedule]) -> int:
 
 def seats_of(plan: Plan, index: BatchIndex) -> list[Seat]:
     """[W] the part of a step that every rank computes."""
-    parallel, last = plan.parallel, plan.parallel.pp - 1
+    parallel = plan.parallel
+    last = plan.parallel.pp - 1
     decoder = plan.sizes.num_hidden_layers
     mtp = range(decoder, decoder + plan.num_mtp_layers)
     held = [
@@ -169,12 +176,16 @@ class Exchange:
         aged: bool = False,
     ):
         self.aged = aged
-        self.index, self.schedule, self.seats, self.images = index, schedule, seats, images
+        self.index = index
+        self.schedule = schedule
+        self.seats = seats
+        self.images = images
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
         self.items = Items(self.lengths, index.owners)
         self._routed = any(seat.layers for seat in seats)
-        self._route_dtype, self._vocab_size = route_dtype(num_experts), vocab_size
+        self._route_dtype = route_dtype(num_experts)
+        self._vocab_size = vocab_size
         parts = min(PARTS, len(schedule))
         self._first = np.arange(parts + 1) * len(schedule) // parts  # microbatch of each part
         self._found: dict[tuple[int, int, int | None], SeatRows] = {}
@@ -199,7 +210,8 @@ class Exchange:
         if key not in self._found:
             owned = None if owner is None else self.index.owners == owner
             self._found[key] = SeatRows.of(self.schedule, self.lengths, seat, owned)
-        rows, fields = self._found[key], self.fields(seat)
+        rows = self._found[key]
+        fields = self.fields(seat)
         streams = {
             "tokens": (rows.tokens, rows.first_token),
             "routers": (rows.routers, rows.first_router),

@@ -173,7 +173,8 @@ class BatchIndex:
         """The index that `to_bytes` wrote."""
         samples, depths, topk, layers, named = np.frombuffer(data, np.int32, 5).tolist()
         layer_ids = np.frombuffer(data, np.int16, layers, 5 * 4)
-        columns, at = dict[str, np.ndarray](), 5 * 4 + 2 * int(layers)
+        columns = dict[str, np.ndarray]()
+        at = 5 * 4 + 2 * int(layers)
         names = data[at : at + named].decode().split(",") if named else []
         at += named
         for name, dtype in _COLUMNS.items():
@@ -204,7 +205,9 @@ class BatchIndex:
         own = self.rewards[self.firsts][self.trajectories]
         wrong = np.flatnonzero(~np.isfinite(self.rewards) | (self.rewards != own))
         if len(wrong):
-            reward, other, where = self.rewards[wrong[0]], own[wrong[0]], self._named(wrong[0])
+            reward = self.rewards[wrong[0]]
+            other = own[wrong[0]]
+            where = self._named(wrong[0])
             rule = f"{other} as in another part of its trajectory"
             rule = rule if np.isfinite(reward) else "a finite number; score it first"
             raise ValueError(f"BatchIndex: {where}: reward {reward}, expected {rule}")
@@ -260,7 +263,8 @@ class BatchIndex:
 
     def stats(self) -> dict[str, float]:
         """Metrics of the rollout, under their glossary names."""
-        rewards, trajectories = self._rewards.double(), max(1, len(self.firsts))
+        rewards = self._rewards.double()
+        trajectories = max(1, len(self.firsts))
         members: np.ndarray = np.unique(self.groups[self.firsts], return_counts=True)[1]
         stats = {
             "reward": float(rewards.mean()),
@@ -277,7 +281,8 @@ class BatchIndex:
         for name, values in self.components.items():
             stats[f"reward/{name}"] = float(values[self.firsts].mean())
         if self.layer_ids:
-            without, masked = int(self.unrouted.sum()), int(self.masked.sum())
+            without = int(self.unrouted.sum())
+            masked = int(self.masked.sum())
             stats |= {"route/fallback_rows": without, "route/masked": masked}
             stats["route/coverage"] = 1 - (without - masked) / max(1, int(self.seqlens.sum()))
         return stats
@@ -291,11 +296,13 @@ def sampled_tokens(sample: Sample) -> int:
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
     """The images of parts with so many samples, of those in ``order``, which is theirs then."""
-    tables, before = [each.table for each in parts], 0
+    tables = [each.table for each in parts]
+    before = 0
     for table, size in zip(tables, sizes, strict=True):
         table[:, 0] += before
         before += size
-    table, places = np.concatenate(tables), np.full(before, -1)
+    table = np.concatenate(tables)
+    places = np.full(before, -1)
     places[order] = np.arange(len(order))
     table[:, 0] = places[table[:, 0]]
     table = table[table[:, 0] >= 0]
@@ -323,7 +330,8 @@ def _read_components(
     data: bytes, at: int, names: Sequence[str], samples: int
 ) -> tuple[dict[str, np.ndarray], int]:
     """The columns of ``names`` in ``data``, and where they end."""
-    size, places = 8 * samples, enumerate(names)
+    size = 8 * samples
+    places = enumerate(names)
     found = {n: np.frombuffer(data, np.float64, samples, at + i * size) for i, n in places}
     return found, at + len(names) * size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 
 
 class KeptParts:

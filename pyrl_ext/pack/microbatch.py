@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.loss.inputs import LossInputs, Sequences
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
@@ -24,8 +24,14 @@ from pyrl_ext.parallel.topology import Place
 from pyrl_ext.parallel.upload import Upload
 
 _SCORES = (
-    *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),
-    *("weights", "corrections", "shares", "ages"),
+    "rollout_logprobs",
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "weights",
+    "corrections",
+    "shares",
+    "ages",
 )
 
 
@@ -127,7 +133,9 @@ class Microbatch:
         masks = [f"loss_mask_{depth}" for depth in range(1 + depths)]
         router_rows = layout.shard(rows, place.tp_rank)
         return cls(
-            *(place, layout, rows),
+            place,
+            layout,
+            rows,
             at=_places(rows, int(first)),
             at_router=_places(router_rows, int(shard.rows.first_router[number])),
             tokens=here["tokens"].long(),
@@ -158,7 +166,8 @@ def _columns(shard: BatchShard, part: slice, depths: int) -> dict[str, Tensor]:
 
 def _positions(shard: BatchShard, part: slice, axes: bool) -> dict[str, Tensor]:
     """Positions of the same rows in their samples; with images and ``axes`` in each of three."""
-    rows, lengths = shard.rows.tokens[part], shard.lengths
+    rows = shard.rows.tokens[part]
+    lengths = shard.lengths
     found = (rows - lengths.starts[lengths.sample_of(rows)])[None]
     if axes and shard.images:
         (images,) = shard.images.values()
@@ -173,7 +182,8 @@ def _sequences(shard: BatchShard, part: slice, samples: Sequence[int]) -> Tensor
 
 
 def _loss_inputs(columns: Mapping[str, Tensor], place: Place, samples: int) -> LossInputs:
-    rollout, shares = columns["rollout_logprobs"], columns.get("shares")
+    rollout = columns["rollout_logprobs"]
+    shares = columns.get("shares")
     sequences = None
     if shares is not None:
         sequences = Sequences(columns["sequences"].long(), samples, shares, place.cp_group)

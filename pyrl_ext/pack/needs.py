@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.rank_rows import Lengths
 
 Columns = Mapping[str, Tensor]
@@ -58,7 +58,8 @@ class Items:
     def _starts_at_owner(self) -> np.ndarray:
         """[S] first row of each item among those of its owner."""
         order = np.argsort(self.owners, kind="stable")
-        lengths, owners = self.lengths.seqlens[order].astype(np.int64), self.owners[order]
+        lengths = self.lengths.seqlens[order].astype(np.int64)
+        owners = self.owners[order]
         starts = np.cumsum(lengths) - lengths
         found = np.empty_like(starts)
         found[order] = starts - starts[np.searchsorted(owners, owners)]
@@ -103,7 +104,8 @@ class Need(NamedTuple):
         parts = np.searchsorted(self.cuts, np.arange(len(self.rows)), side="right") - 1
         owners = self.items.owners_of(self.rows)
         order = np.lexsort((owners, parts))
-        parts, owners = parts[order], owners[order]
+        parts = parts[order]
+        owners = owners[order]
         cuts = np.flatnonzero(np.diff(parts) | np.diff(owners)) + 1
         found = zip(np.split(parts, cuts), np.split(owners, cuts), np.split(order, cuts))
         return {(int(part[0]), int(owner[0])): at for part, owner, at in found}

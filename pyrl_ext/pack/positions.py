@@ -27,7 +27,8 @@ def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.nd
         return np.stack([offset] * 3)
     starts = lengths.starts[images.samples] + images.rows
     merge = np.sqrt(images.patches // images.counts).astype(np.int64)
-    height, width = images.grids[:, 1] // merge, images.grids[:, 2] // merge
+    height = images.grids[:, 1] // merge
+    width = images.grids[:, 2] // merge
     largest = np.maximum(height, width)
     # of the images up to each: rows that they have more than positions
     more = np.concatenate([[0], np.cumsum(images.counts - largest)])
@@ -37,7 +38,8 @@ def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.nd
     inside = (begun > first) & (rows < (starts + images.counts)[image])
     found = np.stack([offset - more[begun - inside] + more[first]] * 3)
     at = rows[inside] - starts[image[inside]]
-    high, wide = height[image[inside]], width[image[inside]]
+    high = height[image[inside]]
+    wide = width[image[inside]]
     places = np.stack([at // (high * wide), at // wide % high, at % wide])
     found[:, inside] += places - at
     return found

@@ -83,7 +83,8 @@ class SeatRows(NamedTuple):
         Args:
             owned: [S] bool, the samples whose rows count; None: all of them.
         """
-        tokens, routers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        tokens = [np.empty(0, np.int64)]
+        routers = [np.empty(0, np.int64)]
         if seat.grid_rank < 0:
             firsts = np.zeros(len(schedule) + 1, np.int64)
             return cls(tokens[0], routers[0], firsts, firsts)

@@ -221,7 +221,8 @@ class Scheduler:
         return self._padded(self._placed(seqlens))
 
     def _placed(self, seqlens: Sequence[int]) -> Schedule:
-        sizes, tokens = self.plan.parallel, self.plan.batching.tokens_per_microbatch
+        sizes = self.plan.parallel
+        tokens = self.plan.batching.tokens_per_microbatch
         if sizes.dynamic_cp is not None:
             return _searched(self._groups.problem(seqlens))
         return plan_microbatches(seqlens, sizes.dp, tokens, self.plan.row_alignment, sizes.cp)
@@ -233,7 +234,8 @@ class Scheduler:
     def _encoded(self, schedule: Schedule, images: Images) -> Schedule:
         """With microbatches whose images the encoder's replicas take in one pass each."""
         for name, module in self.plan.modules.items() if len(images.samples) else ():
-            replicas, limit = self.plan.grids[name].parallel.dp, module.patches_per_microbatch
+            replicas = self.plan.grids[name].parallel.dp
+            limit = module.patches_per_microbatch
             key = f"modules.{name}.patches_per_microbatch"
             schedule = within_patches(schedule, images, replicas, limit, key)
         return schedule

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.encoder_work import ShardImages
 from pyrl_ext.pack.rank_rows import Lengths, Seat, SeatRows
 from pyrl_ext.pack.schedule import Schedule

@@ -63,7 +63,8 @@ class Bucket(NamedTuple):
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Bucket:
         """(name, dtype, shape) one after the other, each aligned."""
-        slots, end = [], 0
+        slots = []
+        end = 0
         for name, dtype, shape in tensors:
             slots.append(Slot(name, dtype, tuple(shape), aligned(end)))
             end = slots[-1].start + slots[-1].bytes
@@ -131,12 +132,14 @@ def buckets_of(
         yield from named.buckets(allocate)
         return
     slots: list[Slot] = []
-    buffer, used = torch.empty(0, dtype=torch.uint8), 0
+    buffer = torch.empty(0, dtype=torch.uint8)
+    used = 0
     for name, tensor in named:
         start = aligned(used)
         if slots and start + tensor.nbytes > bucket_bytes:
             yield Bucket(tuple(slots), used), buffer
-            slots, start = [], 0
+            slots = []
+            start = 0
         if not slots:
             buffer = allocate(max(tensor.nbytes, bucket_bytes))
         slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start))
@@ -167,7 +170,8 @@ class KeptBuckets(BucketStream):
     """
 
     def __init__(self, bucket_bytes: int, device: torch.device | str = "cpu"):
-        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self.bucket_bytes = bucket_bytes
+        self.device = torch.device(device)
         self._kept: list[tuple[Bucket, Tensor]] = []
         self._memory: list[Tensor] = []
 
@@ -229,7 +233,9 @@ def observed(named: Named, note: Callable[[str, Tensor], None]) -> Named:
 
 class _Observed(BucketStream):
     def __init__(self, stream: BucketStream, note: Callable[[str, Tensor], None]):
-        self.stream, self.note, self.names = stream, note, stream.names
+        self.stream = stream
+        self.note = note
+        self.names = stream.names
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return _noting(self.stream, self.note)

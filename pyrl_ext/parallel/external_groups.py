@@ -1,4 +1,4 @@
-"""Process groups beside torch's default one, of processes that share nothing but a store."""
+"""Process groups next to torch's default one, of processes that share nothing but a store."""
 
 from __future__ import annotations
 

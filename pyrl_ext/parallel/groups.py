@@ -54,7 +54,8 @@ class GroupMaker:
     """
 
     def __init__(self, number: int, timeout: timedelta):
-        self.number, self.timeout = number, timeout
+        self.number = number
+        self.timeout = timeout
         self._made: dict[str, Any] = {}
         self._listed: dict[str, Group] = {}
 
@@ -85,7 +86,8 @@ class GroupMaker:
         """
         if dist.get_rank() not in ranks:
             return None
-        members, listed = tuple(sorted(ranks)), self._listed.get(role)
+        members = tuple(sorted(ranks))
+        listed = self._listed.get(role)
         if listed is None:
             return self._new(role, members, role)
         if listed.ranks != members:
@@ -170,7 +172,8 @@ def import_megatron() -> None:
     A run calls few of these functions, on a CPU none.
     """
     library: Any = torch
-    compiler, library.compile = torch.compile, compile_late
+    compiler = torch.compile
+    library.compile = compile_late
     try:
         importlib.import_module("megatron.core.jit")  # brings the layers with it
     finally:

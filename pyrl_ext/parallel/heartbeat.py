@@ -77,7 +77,8 @@ class MissedBeats:
     def see(self, beats: int | None) -> int:
         """Look at the counter; None: there is none to look at. Returns the count."""
         unmoved = beats is not None and beats == self._last
-        self.count, self._last = self.count + 1 if unmoved else 0, beats
+        self.count = self.count + 1 if unmoved else 0
+        self._last = beats
         return self.count
 
 
@@ -103,7 +104,8 @@ class Heartbeat:
     """
 
     def __init__(self, topo: Topology):
-        self.rank, self.world_size = topo.rank, topo.world_size
+        self.rank = topo.rank
+        self.world_size = topo.world_size
         names = (topo.module, *topo.beside) if topo.has_modules else ()
         self._whose = f"{' and '.join(names)}'s " if names else ""
         self.step: int | None = None
@@ -120,7 +122,8 @@ class Heartbeat:
         self._alarmed = False  # this rank told all to be less patient
         self._answers = 0  # from the store
         self._broken: str | None = None  # why the connection to the store is lost
-        self._flushing, self._left = threading.Event(), threading.Event()
+        self._flushing = threading.Event()
+        self._left = threading.Event()
         self._wake = threading.Event()
         if self.world_size > 1:
             self._start()
@@ -176,11 +179,13 @@ class Heartbeat:
         beside_store = self.rank if here == there else self.world_size
         numbers = torch.tensor([fresh, -beside_store])
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        run, beside_store = numbers[0].item(), -int(numbers[1])
+        run = numbers[0].item()
+        beside_store = -int(numbers[1])
         self._run = f"heartbeat/{run:x}"  # torchrun may start a run again at the same store
         self._watched = watched_by(self.rank, self.world_size)
         self._store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        first, ranks = self.rank - launched("LOCAL_RANK", 0), launched("LOCAL_WORLD_SIZE", 1)
+        first = self.rank - launched("LOCAL_RANK", 0)
+        ranks = launched("LOCAL_WORLD_SIZE", 1)
         mine = Process(socket.gethostname(), here, os.getpid(), first, ranks)
         self._store.set(self._process_key(self.rank), json.dumps(mine))
         if self.rank == 0:
@@ -244,7 +249,8 @@ class Heartbeat:
             self._store.compare_set(f"{self._run}/cause", "", self.cause)  # the first one counts
 
     def _exchange(self) -> None:
-        count, received = 0, 0.0
+        count = 0
+        received = 0.0
         try:
             while True:
                 self._wake.clear()
@@ -274,7 +280,8 @@ class Heartbeat:
 
     def _monitor(self) -> None:
         missed = {who: MissedBeats() for who in (*self._watched, STORE)}
-        grace, wait = GRACE, WAIT
+        grace = GRACE
+        wait = WAIT
         while not self._left.wait(INTERVAL):
             if self.cause is not None:
                 grace -= 1

@@ -14,8 +14,15 @@ from pyrl_ext.parallel.topology import Topology, launched
 from pyrl_ext.plan import Plan
 
 TOKENIZER_FILES = (
-    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "generation_config.json"),
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "generation_config.json",
     "*processor_config.json",
 )
 FILES = {

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pyrl_ext.ops.on_gpu import on_gpu
 
-MOST, LEAST = 1 << 30, 1 << 20  # bytes of a piece of host memory
+# bytes of a piece of host memory
+MOST = 1 << 30
+LEAST = 1 << 20
 GIB = 1 << 30
 
 
@@ -71,11 +73,13 @@ class HostMemory:
         return self._pieces
 
     def _finish(self) -> None:
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join(self.patience)
             if thread.is_alive():
-                done, all_of_it = sum(map(len, self._pieces)) / GIB, self._wanted / GIB
+                done = sum(map(len, self._pieces)) / GIB
+                all_of_it = self._wanted / GIB
                 self.say(
                     f"offload: waits until host memory for the {self.name} is pinned, "
                     f"{done:.1f} of {all_of_it:.1f} GiB so far"
@@ -108,7 +112,8 @@ class HostMemory:
         try:
             self._pieces.append(self.allocate(size))
         except RuntimeError as error:
-            done, wanted = sum(map(len, self._pieces)) / GIB, self._wanted / GIB
+            done = sum(map(len, self._pieces)) / GIB
+            wanted = self._wanted / GIB
             raise RuntimeError(
                 f"offload: host memory for the {self.name}: {done:.2f} of {wanted:.2f} GiB could "
                 f"be pinned ({error}), expected all of it. Give the container more memory and "
@@ -183,7 +188,8 @@ class OffloadedStorage:
             for there, here in _overlaps(leaving, host):
                 there.copy_(here, non_blocking=True)
         allocated = sum(size for _, size in self._offloaded)
-        self._offloaded, self._host = [], []
+        self._offloaded = []
+        self._host = []
         return allocated
 
 
@@ -230,15 +236,17 @@ def piece_sizes(size: int) -> list[int]:
 def _overlaps(
     storages: Sequence[tuple[torch.UntypedStorage, int]], host: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of ``storages``, one behind the other, beside their place in ``host``."""
-    pieces, here = iter(host), torch.empty(0, dtype=torch.uint8)
+    """The bytes of ``storages``, one behind the other, next to their place in ``host``."""
+    pieces = iter(host)
+    here = torch.empty(0, dtype=torch.uint8)
     for storage, _ in storages:
         there = _bytes(storage)
         while len(there):
             here = here if len(here) else next(pieces)
             count = min(len(there), len(here))
             yield there[:count], here[:count]
-            there, here = there[count:], here[count:]
+            there = there[count:]
+            here = here[count:]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -72,11 +72,13 @@ class SavedTensors:
             short.
         """
         width = shape[1:].numel()
-        begin, end = first // width, -(-(first + len(shard)) // width)
+        begin = first // width
+        end = -(-(first + len(shard)) // width)
         step = max(1, MOST // (width * shard.itemsize))
         for low in range(begin, end, step):
             high = min(low + step, end)
-            start, stop = max(low * width, first), min(high * width, first + len(shard))
+            start = max(low * width, first)
+            stop = min(high * width, first + len(shard))
             part = shard[start - first : stop - first]
             whole = len(part) == (high - low) * width
             rows = part.view(-1, *shape[1:]) if whole else part.new_empty(high - low, *shape[1:])
@@ -88,10 +90,12 @@ class SavedTensors:
 
     def _read_rows(self, rows: Tensor, low: int, dims: int, block: Block) -> None:
         """Read what a block has of the parameter's rows from ``low`` on."""
-        view, width = block.view, rows[0].numel()
+        view = block.view
+        width = rows[0].numel()
         axis = len(block.offset) - dims  # where the saved tensor has the parameter's rows
         top, inner = divmod(int(view.storage_offset()), width)
-        begin, end = max(top, low), min(top + len(view), low + len(rows))
+        begin = max(top, low)
+        end = min(top + len(view), low + len(rows))
         if begin >= end:
             return
         into = rows.as_strided(

@@ -42,7 +42,8 @@ class Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the time inside the ``with`` block as phase ``name``, also if it raises."""
-        outer, self._phase = self._phase, name
+        outer = self._phase
+        self._phase = name
         self._on_phase(name)
         self._sync()
         start = time.perf_counter()
@@ -57,5 +58,6 @@ class Clock:
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call; counting starts again from zero."""
-        seconds, self.seconds = self.seconds, {}
+        seconds = self.seconds
+        self.seconds = {}
         return seconds

@@ -98,7 +98,7 @@ class Topology:
 
     @property
     def has_modules(self) -> bool:
-        """Whether the run has several modules, on this rank or on others."""
+        """True if the run has several modules, on this rank or on others."""
         return len(self.grids) > 1
 
     @property
@@ -137,12 +137,12 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes files and shows progress."""
+        """True if this is the one process that writes files and shows progress."""
         return self.rank == 0
 
     @property
     def computes_losses(self) -> bool:
-        """Whether this rank is on the last stage of the language model."""
+        """True if this rank is on the last stage of the language model."""
         return self.module == "llm" and self.is_last_stage
 
     @property
@@ -262,7 +262,8 @@ def _place_in(
 ) -> Topology:
     """This rank's place in one module."""
     rank = dist.get_rank()
-    sizes, at = grid.parallel, grid.place(rank)
+    sizes = grid.parallel
+    at = grid.place(rank)
     groups = make_groups(maker, grid)
     return Topology(
         device=device,

@@ -103,7 +103,8 @@ def load_callable(key: str, name: str) -> Callable[..., Any]:
 
 
 def _import(where: str, module_name: str) -> Any:
-    rule, pressed = "expected a module that imports", list[int]()
+    rule = "expected a module that imports"
+    pressed = list[int]()
     try:
         with _ctrl_c_noted() as pressed, guarded(f"{where}: importing {module_name}"):
             return importlib.import_module(module_name)
@@ -216,7 +217,8 @@ def guarded(where: str) -> Generator[None]:
         SettingsChanged: naming each setting, its value before and after.
         UserExit: the code raised SystemExit or the like.
     """
-    before, grouped = _read_settings(), dist.is_initialized()
+    before = _read_settings()
+    grouped = dist.is_initialized()
     try:
         with _STREAMS.swapped_in():
             yield
@@ -337,7 +339,8 @@ class SharedSettings:
                 if (now := read()) != was:
                     changes.append(f"{name} from {was} to {now}")
                     restore(was)
-            now, was = dict(os.environ), self._environ
+            now = dict(os.environ)
+            was = self._environ
             if now != was:
                 keys = sorted(k for k in {*now, *was} if now.get(k) != was.get(k))
                 changes.append(printable(f"os.environ at {', '.join(keys)}"))
@@ -365,7 +368,8 @@ class _Streams:
             return
         if self._numpy is None:
             self._numpy = np.random.MT19937()
-        numpy, rest = np.random.get_bit_generator(), _read_generators()
+        numpy = np.random.get_bit_generator()
+        rest = _read_generators()
         np.random.set_bit_generator(self._numpy)
         if self._rest is not None:
             _set_generators(self._rest)
@@ -374,7 +378,8 @@ class _Streams:
             yield
         finally:
             self._inside = False
-            self._numpy, self._rest = np.random.get_bit_generator(), _read_generators()
+            self._numpy = np.random.get_bit_generator()
+            self._rest = _read_generators()
             np.random.set_bit_generator(numpy)
             _set_generators(rest)
 

@@ -127,7 +127,8 @@ def _check_fields(source: Source) -> set[Key]:
 def _read_hf(source: Source, draft: PartialPlan) -> None:
     """Put the HF config into `draft`, where it can be read and states the sizes it must."""
     try:
-        path, family = draft.config_path, draft.model.family
+        path = draft.config_path
+        family = draft.model.family
     except InvalidField:
         return
     shown = rules.relative(path)

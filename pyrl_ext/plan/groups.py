@@ -19,7 +19,8 @@ from pyrl_ext.schedule.cp_sizes import cp_group, cp_sizes
 # layers and losses that a plan may have.
 HOST_ONLY = ("dp", "tp_cp")
 # Norms of gradients are summed in one of these: with a distributed optimizer in the first.
-WITH_DISTRIBUTED, WITHOUT_DISTRIBUTED = ("intra_dist_opt",), ("mp", "tp_ep_pp")
+WITH_DISTRIBUTED = ("intra_dist_opt",)
+WITHOUT_DISTRIBUTED = ("mp", "tp_ep_pp")
 # Gradients are reduced in these, with optimizer.overlap_grad_reduce during a backward pass.
 REDUCED = ("dp_cp", "expt_dp")
 
@@ -116,10 +117,11 @@ def foreign(plan: Plan, rank: int) -> tuple[Foreign, ...]:
     """Communicators of `rank` that are not those of `groups_of`, on GPUs."""
     if plan.device != "cuda" or not plan.has_rollouts:
         return ()
-    rollout, inside = plan.rollout, plan.transport == "inprocess"
+    rollout = plan.rollout
+    inside = plan.transport == "inprocess"
     if rollout.transport == "broadcast" or plan.transport == "broadcast":
         holds = plan.engine_of_rank[rank] is not None
-        sends = rank < rollout.senders if plan.engines_apart else holds
+        sends = rank < rollout.senders if plan.remote_engines else holds
         return (Foreign("sender", (rank,)),) if sends else ()
     if (
         rollout.engine != "vllm"
@@ -129,7 +131,8 @@ def foreign(plan: Plan, rank: int) -> tuple[Foreign, ...]:
     ):
         return ()
     first = rank // rollout.tp * rollout.tp
-    ranks, options = tuple(range(first, first + rollout.tp)), rollout.engine_options
+    ranks = tuple(range(first, first + rollout.tp))
+    options = rollout.engine_options
     suspended = plan.engine_sleeps and options.get("enable_nccl_comm_suspend") is True
     found = [Foreign("vllm tp", ranks), Foreign("vllm tp PyNccl", ranks, suspended)]
     if plan.sizes.num_experts:
@@ -187,9 +190,12 @@ def dynamic_cp_groups(grid: Grid, rank: int) -> dict[int, tuple[int, ...]]:
     A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
     multiple of c on. Ranks behind the last multiple are in no group of c.
     """
-    smallest, dynamic = grid.parallel.cp, grid.parallel.dynamic_cp
-    ranks, found = grid.group(rank, "dp cp"), dict[int, tuple[int, ...]]()
-    at, count = ranks.index(rank), len(ranks)
+    smallest = grid.parallel.cp
+    dynamic = grid.parallel.dynamic_cp
+    ranks = grid.group(rank, "dp cp")
+    found = dict[int, tuple[int, ...]]()
+    at = ranks.index(rank)
+    count = len(ranks)
     for size in cp_sizes(count, smallest, dynamic or smallest)[1:]:
         members = cp_group(at, count, size)
         if len(members) == size:

@@ -15,7 +15,8 @@ from pyrl_ext.plan.rules.te import te_problems
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Facts of `plan` that a reader may not expect."""
-    model, sizes = plan.model, plan.sizes
+    model = plan.model
+    sizes = plan.sizes
     found = list(sizes.notes())
     if sizes.num_nextn_predict_layers and not model.mtp:
         found.append(
@@ -33,7 +34,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     for key, name in (("tokenizer", model.tokenizer), ("weights", model.weights)):
         if name is not None and plan.is_hub_id(name):
             found.append(
-                f"model.{key}: {name} is no folder beside the YAML, so it is taken as a hub id, "
+                f"model.{key}: {name} is not a folder next to the YAML, so it is a hub id, "
                 "and fetched when a run starts"
             )
     if plan.replay.old != plan.replay.train:
@@ -57,7 +58,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"objective.dynamic_sampling {plan.objective.dynamic_sampling}: groups with equal "
             "rewards are generated and not trained on; estimated times are without them"
         )
-    if plan.trains_on_kept_sets and not plan.rollout.top_k:
+    if plan.trains_on_sampling_mask and not plan.rollout.top_k:
         found.append(
             f"rollout.top_p {plan.rollout.top_p:g} without a top_k: the sets that are kept, 4 "
             "bytes a token, may be as large as the vocabulary; estimated bytes are without them"
@@ -73,7 +74,9 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def _adapters(plan: Plan) -> list[str]:
     """Differences between the adapters of trainer and engine."""
-    found, lora, way = [], plan.lora, plan.lora_publish
+    found = []
+    lora = plan.lora
+    way = plan.lora_publish
     if lora is None or way is None:
         return found
     if plan.model.weights is None:
@@ -107,7 +110,9 @@ def _adapters(plan: Plan) -> list[str]:
 
 def _images(plan: Plan) -> list[str]:
     """Images that prompts have no room for."""
-    found, tower, estimate = [], plan.sizes.vision, plan.estimate
+    found = []
+    tower = plan.sizes.vision
+    estimate = plan.estimate
     if tower is None or not plan.modules:
         return found
     rows = estimate.images * (estimate.image_patches // tower.merge**2)
@@ -121,8 +126,10 @@ def _images(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan) -> list[str]:
-    """Costs of a layout beside its ranks."""
-    parallel, node, found = plan.parallel, plan.hardware.gpus_per_node, []
+    """Costs of a layout next to its ranks."""
+    parallel = plan.parallel
+    node = plan.hardware.gpus_per_node
+    found = []
     columns = -(-plan.sizes.vocab_size // parallel.tp) * parallel.tp
     if columns > plan.sizes.vocab_size:
         found.append(
@@ -154,10 +161,12 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
 
 def _engine(plan: Plan) -> list[str]:
     """Parts that vLLM supports and the trainer does not use yet."""
-    rollout, found = plan.rollout, []
+    rollout = plan.rollout
+    found = []
     if rollout.engine != "vllm":
         return found
-    ranks, node = plan.world_size, plan.hardware.gpus_per_node
+    ranks = plan.world_size
+    node = plan.hardware.gpus_per_node
     if rollout.gpus is not None and ranks + rollout.gpus > node:
         found.append(
             f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "

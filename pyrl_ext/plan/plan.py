@@ -28,15 +28,48 @@ from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 
 # What a resumed run may change: how long, how often, where; it computes the same but for rounding.
 FREE_ON_RESUME = (
-    *("threads", "steps", "run", "resume", "log", "checkpoint", "evaluate"),
-    *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
-    *("batching.tokens_per_microbatch", "model.backend", "model.recompute", "model.offload_layers"),
-    *("logprob", "kernels", "data.reward_timeout", "cp_cost"),
-    *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
-    *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
-    *("rollout.transport", "rollout.relay_bytes", "rollout.publish_beside", "turns.timeout"),
-    *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys", "lora.publish"),
-    *("rollout.request_timeout", "rollout.publish_timeout", "rollout.senders", "turns.min_share"),
+    "threads",
+    "steps",
+    "run",
+    "resume",
+    "log",
+    "checkpoint",
+    "evaluate",
+    "hardware",
+    "estimate",
+    "device",
+    "parallel",
+    "optimizer.distributed",
+    "optimizer.offload",
+    "batching.tokens_per_microbatch",
+    "model.backend",
+    "model.recompute",
+    "model.offload_layers",
+    "logprob",
+    "kernels",
+    "data.reward_timeout",
+    "cp_cost",
+    "rollout.gpus",
+    "rollout.gpu_memory_utilization",
+    "rollout.sleep",
+    "rollout.offload_trainer",
+    "rollout.bucket_bytes",
+    "rollout.record",
+    "rollout.check_tensors",
+    "rollout.max_mismatch",
+    "rollout.transport",
+    "rollout.relay_bytes",
+    "rollout.overlap_publish",
+    "turns.timeout",
+    "rollout.servers",
+    "rollout.launch",
+    "rollout.min_servers",
+    "rollout.keys",
+    "lora.publish",
+    "rollout.request_timeout",
+    "rollout.publish_timeout",
+    "rollout.senders",
+    "turns.min_share",
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
@@ -61,7 +94,7 @@ class Plan(Config):
     hf: dict[str, Any]
     """the HF config, as read"""
     notes: tuple[str, ...] = ()
-    """worth knowing, nothing wrong"""
+    """informational notes"""
     unsupported: tuple[str, ...] = ()
     """what this plan names that the trainer cannot run yet"""
     fetched: dict[str, str] = {}  # noqa: RUF012 (pydantic copies it)
@@ -118,7 +151,8 @@ class Plan(Config):
     @property
     def grids(self) -> dict[str, ranks.Grid]:
         """Module -> its ranks: the language model's, those behind them, or its first stage's."""
-        grids, first = {"llm": ranks.Grid("llm", 0, self.parallel)}, self.parallel.world_size
+        grids = {"llm": ranks.Grid("llm", 0, self.parallel)}
+        first = self.parallel.world_size
         for name, module in self.modules.items():
             if module.ranks == "shared":  # a replica on each
                 replicas = Parallel(dp=self.parallel.world_size // self.parallel.pp)
@@ -135,12 +169,12 @@ class Plan(Config):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether an engine generates the samples; else they are records of data.path."""
+        """True if an engine generates the samples; else they are records of data.path."""
         return self.rollout.engine is not None
 
     @property
-    def trains_on_kept_sets(self) -> bool:
-        """Whether log-probs are taken over the tokens that top-p and top-k kept."""
+    def trains_on_sampling_mask(self) -> bool:
+        """True if log-probs are taken over the tokens that top-p and top-k kept."""
         rollout = self.rollout
         truncated = rollout.top_p < 1 or rollout.top_k > 0
         return self.has_rollouts and truncated and not rollout.accept_truncated_sampling
@@ -210,18 +244,18 @@ class Plan(Config):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the engine uses the trainer's GPUs."""
-        own = self.rollout.gpus is not None or self.engines_apart
+        """True if the engine uses the trainer's GPUs."""
+        own = self.rollout.gpus is not None or self.remote_engines
         return self.device == "cuda" and not own and self.rollout.engine in ("hf", "vllm")
 
     @property
-    def engines_apart(self) -> bool:
-        """Whether the engines are servers, on other hosts, that the trainer reaches over HTTP."""
+    def remote_engines(self) -> bool:
+        """True if the engines are servers, on other hosts, that the trainer reaches over HTTP."""
         return bool(self.rollout.servers or self.rollout.launch.hosts)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the engines apart: as given, or of those that `launch` starts."""
+        """Addresses of the remote engines: as given, or of those that `launch` starts."""
         return (*self.rollout.servers, *self.rollout.launch.addresses(self.rollout.tp))
 
     @property
@@ -237,18 +271,18 @@ class Plan(Config):
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether the engine gives the GPU that it shares back while the trainer works."""
+        """True if the engine gives the GPU that it shares back while the trainer works."""
         return self.shares_gpus and self.rollout.sleep
 
     @property
     def sends_all(self) -> bool:
-        """Whether every publish sends all weights: engines forget them, or may be started again."""
-        return self.engine_sleeps or self.engines_apart
+        """True if every publish sends all weights: engines forget them, or may be started again."""
+        return self.engine_sleeps or self.remote_engines
 
     @property
     def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast", "servers"]:
         """How weights reach the engine, with auto resolved; servers: one send to all of them."""
-        if self.engines_apart:
+        if self.remote_engines:
             return "servers"
         if self.rollout.transport != "auto":
             return self.rollout.transport
@@ -267,11 +301,13 @@ class Plan(Config):
 
         One in a separate process belongs to one rank, one in process to as many as it has parts.
         Ranks of an encoder alone hold none: their memory is not made for the language model.
-        Every rank asks engines apart, all of them, for its share of the prompts.
+        Every rank asks remote engines, all of them, for its share of the prompts.
         """
-        if self.engines_apart:
+        if self.remote_engines:
             return tuple(range(self.world_size))
-        ranks, tp, engines = self.parallel.world_size, self.rollout.tp, self.num_engines
+        ranks = self.parallel.world_size
+        tp = self.rollout.tp
+        engines = self.num_engines
         owners = {engine * ranks // engines: engine for engine in range(engines)}
         if self.transport == "inprocess":
             owners = {rank: rank // tp for rank in range(ranks)}
@@ -317,7 +353,7 @@ class Plan(Config):
         return path_beside(self.source, path)
 
     def is_hub_id(self, name: str) -> bool:
-        """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML."""
+        """True if `name` is taken as owner/name of a model hub: no such folder next to the YAML."""
         return is_hub_id(self.source, name)
 
     def _local_or_hub(self, name: str | None) -> str | None:
@@ -356,7 +392,8 @@ class Plan(Config):
 
     def diff(self, saved: Plan) -> tuple[Difference, ...]:
         """Fields in which this plan and a `saved` one differ and a resumed run may not."""
-        before, after = saved._compared(), self._compared()
+        before = saved._compared()
+        after = self._compared()
         found = (Difference(name, before.get(name), after.get(name)) for name in after | before)
         return tuple(each for each in found if each.saved != each.now)
 

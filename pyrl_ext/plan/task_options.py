@@ -67,7 +67,7 @@ class PictureOptions(_Options):
 
     @property
     def most_answers(self) -> int:
-        """How many different answers a picture can have."""
+        """Number of different answers a picture can have."""
         cells = (self.size // CELL) ** 2
         return {"colour": len(COLOURS), "count": min(9, cells), "digit": 10}[self.ask]
 
@@ -131,7 +131,8 @@ def _kind(task: str) -> type[TaskOptions] | type[PictureOptions]:
 
 
 def _problem(kind: type[BaseModel], error: ErrorDetails) -> OptionProblem:
-    name, fields = str(error["loc"][0]), kind.model_fields
+    name = str(error["loc"][0])
+    fields = kind.model_fields
     if name not in fields:
         return OptionProblem(name, f"unknown option, expected one of {', '.join(fields)}")
     return OptionProblem(name, f"{expectation(error)}; {fields[name].description}")

@@ -96,17 +96,21 @@ class RoutedExperts:
         if layers:
             slots = [held.index(layer) for layer in layers]
             part = slice(min(slots), max(slots) + 1)
-            ids, mask = shard.stored["routes"][:, part], shard.stored["route_mask"]
+            ids = shard.stored["routes"][:, part]
+            mask = shard.stored["route_mask"]
         else:
-            part, rows = slice(0, 0), len(shard.rows.routers)
+            part = slice(0, 0)
+            rows = len(shard.rows.routers)
             ids = torch.empty(rows, 0, topk, dtype=route_dtype(num_experts))
             mask = torch.zeros(rows, dtype=torch.bool)
         ages = shard.stored.get("route_ages", mask[:, None])
         fields = gather_fields([ids, ages, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
         # read and changed while they are on the host
-        is_token, all_used = at >= 0, bool(fields.views[2].all())
+        is_token = at >= 0
+        all_used = bool(fields.views[2].all())
         fields.views[1].logical_and_(fields.views[2][:, None])
-        places, sent = torch.where(is_token, torch.arange(len(at)), -1), None
+        places = torch.where(is_token, torch.arange(len(at)), -1)
+        sent = None
         if layers and group is not None:
             sent = _sent(fields.views[0], places, num_experts, all_used, group)
         taken, from_engine, use = fields.via(upload).views
@@ -141,7 +145,8 @@ class RoutedExperts:
         """Routers choose for tokens; padding rows are spread."""
         if self.is_token is None:
             return None
-        none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
+        none = self.ids.new_empty(0, 1, self.ids.shape[2])
+        padding = torch.full_like(self.rows, -1)
         (ids,) = gather_routes(none, padding, [0], self.num_experts)
         return LayerRoutes(ids, ~self.is_token, torch.zeros_like(self.from_engine), self.is_token)
 

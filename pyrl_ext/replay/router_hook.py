@@ -46,7 +46,8 @@ class RouterHook:
         before = router.config.num_layers if router.is_mtp_layer else 0
         self.layer_id = before + router.layer_number - 1
         self.is_mtp = bool(router.is_mtp_layer)
-        self.num_experts, self.topk = router.config.num_moe_experts, router.topk
+        self.num_experts = router.config.num_moe_experts
+        self.topk = router.topk
         self.router = router
         self.clock = clock
         self.layer_number: int | None = None  # megatron sets it
@@ -202,7 +203,7 @@ class Replay:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no router holds routes of any microbatch."""
+        """True if no router holds routes of any microbatch."""
         return all(hook.is_clear for hook in self._all())
 
     def layers_to_replay(self, routed: Collection[int]) -> list[int]:
@@ -298,7 +299,8 @@ def _route(router: Any, hook: RouterHook) -> None:
 
     Routing that adds to a loss or drops tokens is left to megatron as a whole.
     """
-    config, routing = router.config, router.routing
+    config = router.config
+    routing = router.routing
     plain = (
         config.moe_z_loss_coeff is None
         and config.moe_expert_capacity_factor is None
@@ -313,11 +315,14 @@ def _route(router: Any, hook: RouterHook) -> None:
             return routing(logits, padding_mask)
         with record_function("pyrl: router"):  # not counted as replay: a router does no less
             if router.score_function == "sigmoid":
-                scores, norm = torch.sigmoid(flat.float()), "sum"
+                scores = torch.sigmoid(flat.float())
+                norm = "sum"
             elif config.moe_router_pre_softmax:
-                scores, norm = flat.softmax(-1, dtype=torch.float32), "none"
+                scores = flat.softmax(-1, dtype=torch.float32)
+                norm = "none"
             else:
-                scores, norm = flat, "softmax"
+                scores = flat
+                norm = "softmax"
             scale = config.moe_router_topk_scaling_factor
             ids = _choose(router, scores) if routes is None else routes.ids
             probs, routing_map = replay_probs(scores, ids, norm, scale, flat.dtype)
@@ -332,7 +337,8 @@ def _choose(router: Any, scores: Tensor) -> Tensor:
     """[M, K] experts that megatron's router chooses by scores [M, E], in its order."""
     from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
-    config, in_order = router.config, torch.is_grad_enabled()
+    config = router.config
+    in_order = torch.is_grad_enabled()
     scores = scores.detach()
     if router.score_function == "sigmoid" and router.expert_bias is not None:
         scores = scores + router.expert_bias.float()

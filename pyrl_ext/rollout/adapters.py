@@ -48,7 +48,8 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
     found: dict[str, Adapter] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        last, expert = module.rpartition(".")[2], _EXPERT.search(name) is not None
+        last = module.rpartition(".")[2]
+        expert = _EXPERT.search(name) is not None
         if kind != "weight" or not lora.adapts(last, expert):
             continue
         shared = ""
@@ -61,7 +62,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
 
 
 def is_factor(name: str) -> bool:
-    """Whether a tensor is a factor of an adapter."""
+    """True if a tensor is a factor of an adapter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 

@@ -86,10 +86,14 @@ class Ahead:
         if not engine.capabilities.concurrent:
             raise ValueError(
                 f"rollout.ahead: {plan.rollout.ahead} with the {plan.rollout.engine} engine beside "
-                "the trainer, expected engines apart (rollout.servers)"
+                "the trainer, expected remote engines (rollout.servers)"
             )
-        self.plan, self.engine, self.group, self.show = plan, engine, group, show
-        self.request_of, self.scorer = request_of, scorer
+        self.plan = plan
+        self.engine = engine
+        self.group = group
+        self.show = show
+        self.request_of = request_of
+        self.scorer = scorer
         self.carries = plan.prompts_asked > plan.batching.prompts
         spare = self.carries and plan.rollout.too_old == "drop"
         self.lookahead = plan.rollout.ahead - spare
@@ -163,13 +167,13 @@ class Ahead:
         return min(end, self.plan.steps)
 
     def _is_complete(self, step: int, now: int) -> bool:
-        """Whether the groups of the steps from ``now`` to ``step`` are all there."""
+        """True if the groups of the steps from ``now`` to ``step`` are all there."""
         job = self._jobs.get(step)
         done = sum(len(job.done) for number, job in self._jobs.items() if number <= step)
         return job is not None and done >= job.request.keep * (step - now + 1)
 
     def _begin(self, step: int, now: int) -> None:
-        """Begin the groups of ``step``: as many as the step lacks beside those that are carried."""
+        """Begin the groups of ``step``: those that the step lacks, less the carried ones."""
         part, _, _ = part_of(self.request_of(step), self.group, self.plan.engine_of_rank)
         carried = 0
         if self.carries:
@@ -212,7 +216,8 @@ class Ahead:
 
     def _complete(self, step: int, label: str) -> tuple[list[list[Sample]], Counts]:
         """The groups of this rank that ``step`` is trained on, and counts."""
-        keep, counts = self._jobs[step].request.keep, Counts()
+        keep = self._jobs[step].request.keep
+        counts = Counts()
         with self._changed:
             counts["ready"] = min(keep, len(self._candidates(step, counts)))
             while len(found := self._candidates(step, counts)) < keep or not self._ended(step):
@@ -242,7 +247,7 @@ class Ahead:
         return step - rollout.ahead if rollout.too_old == "drop" else None
 
     def _ended(self, step: int) -> bool:
-        """Whether the counts of a step are known; groups that are carried may go on."""
+        """True if the counts of a step are known; groups that are carried may go on."""
         return self.carries or self._jobs[step].over
 
     def _candidates(self, step: int, counts: Counts) -> list[tuple[_Job, list[Sample]]]:
@@ -250,7 +255,8 @@ class Ahead:
 
         Raises: what a thread raised.
         """
-        oldest, found = self._oldest(step), list[tuple[_Job, list[Sample]]]()
+        oldest = self._oldest(step)
+        found = list[tuple[_Job, list[Sample]]]()
         for job in (self._jobs[number] for number in sorted(self._jobs) if number <= step):
             if job.error is not None:
                 raise job.error

@@ -30,7 +30,8 @@ def build_engine(
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
-    transport, number = plan.transport, plan.engine_of_rank[rank]
+    transport = plan.transport
+    number = plan.engine_of_rank[rank]
     if transport == "servers":
         from pyrl_ext.rollout.remote.build import build_servers_engine  # needs aiohttp
 
@@ -65,7 +66,8 @@ def _devices(plan: Plan, number: int) -> dict[str, str]:
     local, ranks = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
-    gpus, tp = plan.rollout.gpus, plan.rollout.tp
+    gpus = plan.rollout.gpus
+    tp = plan.rollout.tp
     if gpus is None:
         return {"CUDA_VISIBLE_DEVICES": names[local]}
     if len(names) < ranks + gpus:
@@ -122,7 +124,7 @@ def _vllm(plan: Plan) -> Engine:
         max_tokens=plan.longest + 1,
         max_num_seqs=plan.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
-        kept_sets=plan.trains_on_kept_sets,
+        sampling_mask=plan.trains_on_sampling_mask,
         sleeps=plan.engine_sleeps,
         tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
         scale=reader.scale if reader else None,
@@ -143,6 +145,6 @@ def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
         stop=tuple(options.stop),
         samples_per_prompt=plan.batching.samples_per_prompt,
         seed=plan.seed * 1_000_003 + step,
-        kept_sets=plan.trains_on_kept_sets,
+        sampling_mask=plan.trains_on_sampling_mask,
         step=step,
     )

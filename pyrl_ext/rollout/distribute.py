@@ -116,7 +116,8 @@ def part_of(
     `generate_on_ranks`."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
-    engines, number = len({*held} - {None}), held[rank]
+    engines = len({*held} - {None})
+    number = held[rank]
     quota = 0 if number is None else len(range(number, request.keep, engines))
     part = replace(request, prompts=request.prompts[number::engines] if quota else (), keep=quota)
     label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
@@ -141,14 +142,18 @@ def join_on_ranks(
     try:
         samples, counts = complete()
         if not owns:  # another rank of its engine owns them
-            samples, counts = [], Counts()
+            samples = []
+            counts = Counts()
         samples = in_order(samples, request.prompts)
         lost = int(counts.pop("discarded", 0))
         rank = 0 if group is None else group.rank()
         mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
-        samples, counts, mine, error = [], Counts(), b"", caught
+        samples = []
+        counts = Counts()
+        mine = b""
+        error = caught
     agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
     shares = gather_bytes(mine, group)
     parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
@@ -182,7 +187,9 @@ def _complete_groups(
 ) -> tuple[list[Sample], Counts]:
     """The first groups to complete, and counts; ``discarded`` are the response tokens of all
     other samples. Nothing if another one of ``holders`` failed, which says so itself."""
-    size, counts, start = request.sampling.samples_per_prompt, Counts(), time.monotonic()
+    size = request.sampling.samples_per_prompt
+    counts = Counts()
+    start = time.monotonic()
     groups = Groups(size, request.keep, score)
 
     def take(event: Event) -> bool:

@@ -37,7 +37,8 @@ def sample_groups(
         generate: (prompts, their number, show) -> samples.
         show: takes a line of text as samples come.
     """
-    keep, rounds = plan.batching.prompts, plan.objective.dynamic_sampling
+    keep = plan.batching.prompts
+    rounds = plan.objective.dynamic_sampling
 
     def ask(number: int, asked: int, found: int) -> Rollout:
         def show_round(text: str) -> None:
@@ -106,7 +107,8 @@ def fill(
 def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, dict[str, float]]:
     """The samples of ``kept`` groups out of all rounds, and metrics of those that were drawn."""
     order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
-    indices, samples = [each.index for each in drawn], [s for each in drawn for s in each.samples]
+    indices = [each.index for each in drawn]
+    samples = [s for each in drawn for s in each.samples]
     index = BatchIndex.joined(indices, [group for group in order if group in kept])
     rewards = np.concatenate([each.rewards[each.firsts] for each in indices])
     whole = sum(int(each.sampled.sum()) for each in indices)

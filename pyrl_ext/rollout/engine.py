@@ -39,7 +39,7 @@ class Capabilities:
         top_p, top_k, greedy: it obeys these sampling fields
         weights: `load_weights` changes what it generates (False for recorded batches)
         images: it generates from prompts with images
-        kept_sets: samples carry the tokens that top-p and top-k kept, if `Sampling` asks for them
+        sampling_mask: samples carry the tokens kept by top-p and top-k, if `Sampling` asks for them
         turns: `Engine.answer` continues trajectories with what it computed of their contexts
         concurrent: several streams and answers, from several threads, may be open at once, and stay
             open while weights are loaded
@@ -52,7 +52,7 @@ class Capabilities:
     greedy: bool = True
     weights: bool = True
     images: bool = False
-    kept_sets: bool = False
+    sampling_mask: bool = False
     turns: bool = False
     concurrent: bool = False
 
@@ -144,7 +144,7 @@ class Engine(Protocol):
         check()
 
     def disproved(self) -> bool:
-        """Whether samples that came since the last `load_weights` may be of other weights. They
+        """True if samples that came since the last `load_weights` may be of other weights. They
         must not be used; those that come from now on may. Every rank has to call it."""
         return False
 
@@ -175,7 +175,7 @@ class Engine(Protocol):
         ...
 
 
-def need_weights(call: str, version: int | None, refusal: str) -> None:
+def require_weights(call: str, version: int | None, refusal: str) -> None:
     """Raises RuntimeError if an engine has no complete weights; ``refusal`` says why."""
     if version is None:
         raise RuntimeError(f"{call}: {refusal}, expected a load_weights that succeeded")
@@ -197,7 +197,8 @@ def agreed_digests(found: Iterable[Mapping[str, int]]) -> dict[str, int]:
     Args:
         found: name -> digest, of each part; a part may hold some of the tensors
     """
-    merged, apart = dict[str, int](), list[str]()
+    merged = dict[str, int]()
+    apart = list[str]()
     for each in found:
         apart += [name for name, number in each.items() if merged.get(name, number) != number]
         merged |= each

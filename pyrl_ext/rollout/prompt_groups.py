@@ -63,7 +63,8 @@ Ask = Callable[[Engine, Sequence[Prompt], Sampling, Counts], Generator[Event]]
 def need_share(counts: Mapping[str, float], least: float) -> None:
     """Raises RuntimeError, with the number for each reason, if too few trajectories are left."""
     dropped = {n.removeprefix("dropped/"): v for n, v in counts.items() if n[:8] == "dropped/"}
-    begun, lost = counts.get("begun", 0), sum(dropped.values())
+    begun = counts.get("begun", 0)
+    lost = sum(dropped.values())
     if begun and begun - lost < least * begun:
         shown = ", ".join(f"{REASONS[why]} ({number:.0f})" for why, number in dropped.items())
         raise RuntimeError(
@@ -77,7 +78,9 @@ class Groups:
     """Groups as their trajectories end, until ``keep`` of them are complete."""
 
     def __init__(self, size: int, keep: int, score: Score | None):
-        self.size, self.keep, self.score = size, keep, score
+        self.size = size
+        self.keep = keep
+        self.score = score
         self.begun: defaultdict[int, list[list[Sample]]] = defaultdict(list)
         self.kept: list[Sample] = []
         self.complete = self.finished = self.dropped = self.tokens = 0
@@ -87,7 +90,8 @@ class Groups:
         self.tokens += event.tokens
         if event.samples is None:
             return
-        self.finished, self.dropped = self.finished + 1, self.dropped + (not event.samples)
+        self.finished = self.finished + 1
+        self.dropped = self.dropped + (not event.samples)
         self.begun[event.prompt_id].append(event.samples)
         if len(self.begun[event.prompt_id]) == self.size:
             self.close(event.prompt_id)

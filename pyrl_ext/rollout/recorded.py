@@ -33,7 +33,8 @@ class Recorder:
     """
 
     def __init__(self, folder: str | Path, topo: Topology, start: int = 0):
-        self.folder, self.topo = Path(folder), topo
+        self.folder = Path(folder)
+        self.topo = topo
         self.index = self.folder / "index.json"
         self.batches: list[dict[str, Any]] = []
         if not topo.is_main:
@@ -58,7 +59,8 @@ class Recorder:
         Raises:
             ValueError, OSError: as `save_samples`; on the other ranks RuntimeError
         """
-        entry, error = None, None
+        entry = None
+        error = None
         try:
             entry = self._write(version, samples) if samples else None
         except (ValueError, OSError) as caught:  # the others would wait for its line
@@ -101,18 +103,19 @@ class RecordedEngine(Engine):
     """
 
     def __init__(self, path: str | Path, whole: bool = True):
-        self.path, self.whole = Path(path), whole
+        self.path = Path(path)
+        self.whole = whole
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not files:
             raise ValueError(f"{path}: no *.safetensors in it, expected recorded rollout batches")
         self.files: dict[tuple[int, int], Path] = {}  # (step, prompt id) -> file
-        self.routes = self.kept_sets = True
+        self.routes = self.sampling_mask = True
         self.steps: dict[Path, int | None] = {}  # None: each sample is of its version's
         for file in files:
             index = read_index(file)
             step = self.steps[file] = index.get("step")
             self.routes &= bool(index["layer_ids"])
-            self.kept_sets &= all("kept" in entry for entry in index["samples"])
+            self.sampling_mask &= all("kept" in entry for entry in index["samples"])
             entries = index["samples"]
             steps = (e["weight_version"] if step is None else step for e in entries)
             for key in {*zip(steps, (e["prompt_id"] for e in entries), strict=True)}:
@@ -128,7 +131,11 @@ class RecordedEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if every batch has them; whatever the recording engine sampled."""
         return Capabilities(
-            self.routes, weights=False, images=True, kept_sets=self.kept_sets, concurrent=True
+            self.routes,
+            weights=False,
+            images=True,
+            sampling_mask=self.sampling_mask,
+            concurrent=True,
         )
 
     def load_weights(

@@ -22,7 +22,7 @@ from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.samples import Image, Sample
 
 FORMAT = "pyrl_ext rollout 2"
-_WITH_IMAGES = "pyrl_ext rollout 3"  # the same, and images beside the samples
+_WITH_IMAGES = "pyrl_ext rollout 3"  # the same, and images next to the samples
 _WITH_KEPT = "pyrl_ext rollout 4"  # with images or not, and the sets that top-p and top-k kept
 _WITH_VERSIONS = "pyrl_ext rollout 5"  # the same, of weights older than the step's
 _FORMATS = (FORMAT, _WITH_IMAGES, _WITH_KEPT, _WITH_VERSIONS)
@@ -90,7 +90,8 @@ def _checked(path: str | Path, samples: Sequence[Sample]) -> Sample:
     """The first sample, which the others may share a file with."""
     if not samples:
         raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
-    first, layers = samples[0], samples[0].layer_ids
+    first = samples[0]
+    layers = samples[0].layer_ids
     for sample in samples:
         sample.check()
         if sample.layer_ids != layers or (sample.routes is None) != (first.routes is None):
@@ -173,7 +174,9 @@ def _pictures(patches: Any, index: dict[str, Any]) -> list[Tensor]:
 def _samples(
     path: Path, index: dict[str, Any], tensors: dict[str, Tensor], pictures: list[Tensor]
 ) -> list[Sample]:
-    samples, start, kept = [], 0, 0
+    samples = []
+    start = 0
+    kept = 0
     sound = [_crc({"patches": p}) == index["pictures"][n]["crc32"] for n, p in enumerate(pictures)]
     for entry in index["samples"]:
         stop = start + entry["size"]
@@ -252,7 +255,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _header_is_whole(raw: bytes, metadata: dict[str, Any]) -> bool:
-    """Whether the header ``raw``, with its length in front, is of a known format and unchanged."""
+    """True if the header ``raw``, with its length in front, is of a known format and unchanged."""
     if metadata["format"] == _FORMAT_1:
         return metadata["index_crc32"] == str(zlib.crc32(metadata["index"].encode()))
     places = list(_HEADER_CRC.finditer(raw))

@@ -1,4 +1,4 @@
-"""The trainer's log-probs of recorded samples, in files beside theirs."""
+"""The trainer's log-probs of recorded samples, in files next to theirs."""
 
 from __future__ import annotations
 

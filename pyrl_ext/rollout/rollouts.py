@@ -38,7 +38,9 @@ class Rollouts:
     def __init__(
         self, plan: Plan, topo: Topology, source: Source, show: Callable[[str], None] | None = None
     ):
-        self.plan, self.source, self.show = plan, source, show
+        self.plan = plan
+        self.source = source
+        self.show = show
         self.dropped: dict[str, float] = {}
         self.environments = None if plan.turns.environment is None else Environments(plan, source)
         beside = None
@@ -51,7 +53,7 @@ class Rollouts:
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
                 "does. Use replay=off, or an engine and a model with routers"
             )
-        if plan.trains_on_kept_sets and not self.engine.capabilities.kept_sets:
+        if plan.trains_on_sampling_mask and not self.engine.capabilities.sampling_mask:
             raise ValueError(
                 f"rollout: the {plan.rollout.engine} engine returns no kept sets for top_p "
                 f"{plan.rollout.top_p:g} and top_k {plan.rollout.top_k}, expected one that does; "
@@ -99,13 +101,15 @@ class Rollouts:
         The prompts of a step are a function of its number. An aborted prompt is not retried; it is
         seen again in the next epoch.
         """
-        plan, keep = self.plan, self.plan.batching.prompts
+        plan = self.plan
+        keep = self.plan.batching.prompts
         if self.ahead is not None:
             rollout, self.dropped = self.ahead.take(step)
             return rollout
         sampling = sampling_of(plan, self.source, step)
         if plan.objective.dynamic_sampling:
-            generate, take = partial(self._generate, sampling), self.source.prompts.take
+            generate = partial(self._generate, sampling)
+            take = self.source.prompts.take
             rollout, self.dropped = sample_groups(plan, step, take, generate, self.show)
             self.dropped |= turn_metrics(rollout.counts)
             return rollout

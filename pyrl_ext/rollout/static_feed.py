@@ -11,13 +11,15 @@ class AllAtOnce:
     """The turns of a stream, as a feed: one of each sample, none later."""
 
     def __init__(self, prompts: Sequence[Prompt], sampling: Sampling):
-        budget, group = sampling.max_new_tokens, range(sampling.samples_per_prompt)
+        budget = sampling.max_new_tokens
+        group = range(sampling.samples_per_prompt)
         self._turns: list[Turn] | None = [Turn(p, i, 0, budget) for p in prompts for i in group]
         self.trajectories = len(self._turns)
         self.max_tokens = max((len(p.tokens) for p in prompts), default=0) + budget
 
     def take(self, wait: bool) -> list[Turn] | None:
-        turns, self._turns = self._turns, None
+        turns = self._turns
+        self._turns = None
         return turns
 
     def fileno(self) -> int:

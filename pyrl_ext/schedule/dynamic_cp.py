@@ -100,7 +100,8 @@ class _Search:
     """The tables of a problem: samples are named by their position, longest first."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.sizes = problem, problem.sizes
+        self.problem = problem
+        self.sizes = problem.sizes
         self.order = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])
         lengths = [problem.lengths[i] for i in self.order]
         self.rows = [[-(-n // s.unit) * s.unit for n in lengths] for s in self.sizes]
@@ -108,7 +109,9 @@ class _Search:
             [s.token * n + s.square * n * n for n in rows]
             for s, rows in zip(self.sizes, self.rows, strict=True)
         ]
-        self.least_rows, self.work = [], []  # tokens; seconds of one rank that did all the work
+        # tokens; seconds of one rank that did all the work
+        self.least_rows = []
+        self.work = []
         for x in range(len(lengths)):
             fits = [k for k, s in enumerate(self.sizes) if self.rows[k][x] <= s.limit]
             self.least_rows.append(min(self.rows[k][x] for k in fits))
@@ -129,13 +132,15 @@ class _Search:
         if is_few(self.problem):
             plan = self._best_of_all()
             return Found(tuple(map(self._placed, plan)), self._makespan(plan), self._lower_bound())
-        found, least = None, 0.0
+        found = None
+        least = 0.0
         for variant in self._variants():
             plan = self._plan(variant)
             self._split(plan)
             time = self._makespan(plan)
             if found is None or time < least:
-                found, least = plan, time
+                found = plan
+                least = time
         assert found is not None
         return Found(tuple(map(self._placed, found)), least, self._lower_bound())
 
@@ -151,7 +156,8 @@ class _Search:
         return plan
 
     def _variants(self) -> Iterator[_Variant]:
-        multiple, shares = self.problem.multiple, [1.0]
+        multiple = self.problem.multiple
+        shares = [1.0]
         if multiple > 1:
             target = -(-self.fewest // multiple) * multiple
             shares = [min(1.0, self.fewest / target * slack) for slack in SLACK]
@@ -162,14 +168,17 @@ class _Search:
                     yield _Variant(weight, base, share)
 
     def _plan(self, variant: _Variant) -> list[_Microbatch]:
-        plan, left = [], list(range(len(self.order)))
+        plan = []
+        left = list(range(len(self.order)))
         while left:
             built = (self._build(left, time, variant) for time in self._times(left))
-            best, most = None, 0.0
+            best = None
+            most = 0.0
             for each in built:
                 score = self._efficiency(each, variant.weight)
                 if best is None or score > most:
-                    best, most = each, score
+                    best = each
+                    most = score
             assert best is not None
             plan.append(best)
             left = best.left
@@ -182,7 +191,8 @@ class _Search:
         return total
 
     def _lower_bound(self) -> float:
-        multiple, launch = self.problem.multiple, self.problem.launch
+        multiple = self.problem.multiple
+        launch = self.problem.launch
         fewest = -(-self.fewest // multiple) * multiple
         longest = min(
             s.fixed + self.cost[k][0]
@@ -218,7 +228,9 @@ class _Search:
 
     def _placed(self, micro: _Microbatch) -> tuple[Placed, ...]:
         """Larger groups first, so that each begins at a multiple of its size."""
-        found, first, least = [], 0, self.sizes[0].size
+        found = []
+        first = 0
+        least = self.sizes[0].size
         for group in sorted(micro.groups, key=lambda group: -group.size):
             samples = tuple(sorted(self.order[x] for x in group.samples))
             found.append(Placed(first, self.sizes[group.size].size, samples))
@@ -230,13 +242,15 @@ class _Search:
 
     def _times(self, left: list[int]) -> list[float]:
         """Time limits to try, ascending; the longest sample meets all of them."""
-        rows, work = 0, 0.0
+        rows = 0
+        work = 0.0
         for x in left:
             rows += self.least_rows[x]
             if rows > self.capacity:
                 break
             work += self.work[x]
-        even, x = work / self.problem.num_ranks, left[0]
+        even = work / self.problem.num_ranks
+        x = left[0]
         alone = [
             s.fixed + self.cost[k][x]
             for k, s in enumerate(self.sizes)
@@ -246,7 +260,8 @@ class _Search:
         return sorted({*alone, *(max(least, even * share) for share in TIMES)})
 
     def _efficiency(self, micro: _Microbatch, weight: float) -> float:
-        work, rows = 0.0, 0
+        work = 0.0
+        rows = 0
         for group in micro.groups:
             for x in group.samples:
                 work += self.work[x]
@@ -266,7 +281,9 @@ class _Search:
     def _fill(self, micro: _Microbatch, time: float, variant: _Variant) -> None:
         """Step 1. The samples that fit nowhere are skipped by bisection: a shorter one fits
         wherever a longer one does."""
-        at, given, left = 0, micro.left, []
+        at = 0
+        given = micro.left
+        left = []
         while at < len(given):
             x = given[at]
             size = self._opens(micro, x, time, variant.base)
@@ -309,7 +326,8 @@ class _Search:
         """Put a sample into the group that is then the least loaded."""
         best: tuple[float, float, int] | None = None
         for k, by_load in enumerate(micro.by_load):
-            cost, most = self.cost[k][x], self._most_rows(k, share) - self.rows[k][x]
+            cost = self.cost[k][x]
+            most = self._most_rows(k, share) - self.rows[k][x]
             for load, index in by_load:
                 after = load + cost
                 if after > time or (best is not None and after > best[0]):
@@ -325,7 +343,8 @@ class _Search:
         by_load = micro.by_load[group.size]
         del by_load[bisect_left(by_load, (load, index))]
         insort(by_load, (after, index))
-        group.load, group.rows = after, group.rows + self.rows[group.size][x]
+        group.load = after
+        group.rows = group.rows + self.rows[group.size][x]
         group.samples.append(x)
         return True
 
@@ -366,7 +385,9 @@ class _Search:
         by_load = micro.by_load[group.size]
         del by_load[bisect_left(by_load, (group.load, group.index))]
         micro.free -= self._more(group)
-        group.size, group.load, group.rows = group.size + 1, load, rows
+        group.size = group.size + 1
+        group.load = load
+        group.rows = rows
         insort(micro.by_load[group.size], (load, group.index))
         return True
 
@@ -376,7 +397,8 @@ class _Search:
 
     def _load(self, size: int, samples: Sequence[int]) -> tuple[float, int]:
         """Seconds and padded tokens of a group."""
-        load, rows = (self.sizes[size].fixed if samples else 0.0), 0
+        load = self.sizes[size].fixed if samples else 0.0
+        rows = 0
         for x in samples:
             load += self.cost[size][x]
             rows += self.rows[size][x]

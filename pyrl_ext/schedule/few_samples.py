@@ -21,7 +21,7 @@ Groups = list[tuple[int, list[int]]]
 
 
 def is_few(problem: Problem) -> bool:
-    """Whether all plans are looked at: 3^samples x ranks x sizes steps."""
+    """True if all plans are looked at: 3^samples x ranks x sizes steps."""
     ranks = problem.num_ranks // problem.sizes[0].size
     samples = min(len(problem.lengths), 64)
     return 3**samples * ranks * len(problem.sizes) <= MOST_STEPS
@@ -39,7 +39,8 @@ def best_plan(
     Returns:
         A number of microbatches that the multiple divides, or as many as there are samples.
     """
-    groups, samples = _Groups(problem, cost, rows), len(problem.lengths)
+    groups = _Groups(problem, cost, rows)
+    samples = len(problem.lengths)
     everything = (1 << samples) - 1
     times = [[math.inf] * (everything + 1) for _ in range(samples + 1)]
     first = [[0] * (everything + 1) for _ in range(samples + 1)]
@@ -50,15 +51,18 @@ def best_plan(
                 time = groups.slowest[-1][part] + times[count - 1][held ^ part]
                 if time < times[count][held]:
                     times[count][held], first[count][held] = time, part
-    best, least = 0, math.inf
+    best = 0
+    least = math.inf
     for count in range(1, samples + 1):
         if count % problem.multiple and count != samples:
             continue
         launched = -(-count // problem.multiple) * problem.multiple
         time = problem.launch * launched + times[count][everything]
         if best == 0 or time < least:
-            best, least = count, time
-    plan, held = [], everything
+            best = count
+            least = time
+    plan = []
+    held = everything
     for count in range(best, 0, -1):
         plan.append(groups.of(first[count][held]))
         held ^= first[count][held]
@@ -73,7 +77,8 @@ class _Groups:
     ) -> None:
         unit = problem.sizes[0].size
         self.widths = [size.size // unit for size in problem.sizes]
-        sets, ranks = 1 << len(problem.lengths), problem.num_ranks // unit
+        sets = 1 << len(problem.lengths)
+        ranks = problem.num_ranks // unit
         # [ranks][set]: the time of the slowest group, and the size and set of the group that holds
         # the first sample
         self.slowest = [[0.0] + [math.inf] * (sets - 1) for _ in range(ranks + 1)]
@@ -90,17 +95,20 @@ class _Groups:
 
     def of(self, held: int) -> Groups:
         """The groups of a set on all ranks."""
-        found, ranks = [], len(self.slowest) - 1
+        found = []
+        ranks = len(self.slowest) - 1
         while held:
             k, part = self.chosen[ranks][held]
             found.append((k, [x for x in range(part.bit_length()) if part >> x & 1]))
-            held, ranks = held ^ part, ranks - self.widths[k]
+            held = held ^ part
+            ranks = ranks - self.widths[k]
         return found
 
 
 def _seconds(size: CpSize, cost: Sequence[float], rows: Sequence[int]) -> list[float]:
     """Seconds of every set of samples as one group; infinite beyond its limit."""
-    seconds, held = [size.fixed], [0]
+    seconds = [size.fixed]
+    held = [0]
     for x in range(len(cost)):  # the sets whose last sample is x
         seconds += [before + cost[x] for before in seconds]
         held += [before + rows[x] for before in held]
@@ -110,7 +118,8 @@ def _seconds(size: CpSize, cost: Sequence[float], rows: Sequence[int]) -> list[f
 def _with_lowest(held: int) -> Iterator[int]:
     """Every part of a set that has its lowest element, the smallest number first."""
     lowest = held & -held
-    rest, part = held ^ lowest, 0
+    rest = held ^ lowest
+    part = 0
     while True:
         yield part | lowest
         part = (part - rest) & rest

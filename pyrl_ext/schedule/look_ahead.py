@@ -11,7 +11,7 @@ SPARE = 4
 
 @dataclass
 class LookAhead:
-    """How many steps begin after a publish; for the run and for its simulation.
+    """Number of steps begin after a publish; for the run and for its simulation.
 
     Attributes:
         spare: steps in a row at which the next one was complete as well

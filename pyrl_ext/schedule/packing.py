@@ -67,7 +67,8 @@ def _first_fit(
         room[node] = max(room[2 * node], room[2 * node + 1])
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for sample in longest_first:
-        load, node = loads[sample], 1
+        load = loads[sample]
+        node = 1
         if room[1] < load:
             return None
         while node < leaves:

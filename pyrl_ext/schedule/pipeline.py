@@ -114,7 +114,8 @@ def pipeline(
     passes = {"llm": (forward, backward)}
     if encoder:
         passes["encoder"] = encoder.forward, encoder.backward if backward else None
-        stages, back = encoder.pp + encoder.ahead, passes["encoder"][1]
+        stages = encoder.pp + encoder.ahead
+        back = passes["encoder"][1]
         orders |= {
             r: order(r - first, stages, 1, microbatches, back is None) for r in ranks if r < 0
         }
@@ -128,7 +129,8 @@ def pipeline(
     last = pp * vpp - 1
     while any(len(slots[rank]) < len(orders[rank]) for rank in ranks):
         for rank in ranks:
-            mine, wanted = slots[rank], orders[rank]
+            mine = slots[rank]
+            wanted = orders[rank]
             free = mine[-1].end if mine else 0.0
             while len(mine) < len(wanted):
                 kind, chunk, number = wanted[len(mine)]
@@ -172,7 +174,8 @@ def _as_function(duration: Duration) -> Callable[[int, int, int], float]:
 
 def _longer(duration: Duration, more: Duration) -> Duration:
     """`duration`, and `more` in the first chunk of the first stage."""
-    all_chunks, first = _as_function(duration), _as_function(more)
+    all_chunks = _as_function(duration)
+    first = _as_function(more)
     return lambda rank, chunk, microbatch: (
         all_chunks(rank, chunk, microbatch)
         + (first(rank, chunk, microbatch) if rank == chunk == 0 else 0.0)
@@ -181,5 +184,6 @@ def _longer(duration: Duration, more: Duration) -> Duration:
 
 def bubble_share(slots: Sequence[Slot]) -> float:
     """Share of time that ranks wait, until the last one has finished."""
-    ranks, end = {slot.rank for slot in slots}, max(slot.end for slot in slots)
+    ranks = {slot.rank for slot in slots}
+    end = max(slot.end for slot in slots)
     return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * end)

@@ -1,1 +1,1 @@
-"""Commands beside training: measure, export, prebuild."""
+"""Commands next to training: measure, export, prebuild."""

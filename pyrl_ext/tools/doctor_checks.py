@@ -60,7 +60,7 @@ def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
     """(feature, the key that needs it)."""
     on_gpu = plan.device == "cuda"
     yield "training on GPUs" if on_gpu else "training", f"device is {plan.device}"
-    if plan.rollout.engine == "vllm" and not plan.engines_apart:
+    if plan.rollout.engine == "vllm" and not plan.remote_engines:
         name = "rollouts with vLLM on GPUs" if on_gpu else "rollouts with vLLM on a CPU"
         yield name, "rollout.engine is vllm"
     if plan.model.backend == "te":
@@ -79,7 +79,8 @@ def ranks_here(plan: Plan) -> int:
 
 
 def _ranks(plan: Plan, facts: Facts) -> Iterator[Check]:
-    ranks, gpus = ranks_here(plan), facts["torch"].get("gpus", 0)
+    ranks = ranks_here(plan)
+    gpus = facts["torch"].get("gpus", 0)
     problem = None
     if plan.device == "cuda" and gpus < ranks:
         problem = f"{ranks} ranks on this machine, but torch sees {gpus} GPUs. Change parallel.dp"
@@ -88,7 +89,8 @@ def _ranks(plan: Plan, facts: Facts) -> Iterator[Check]:
 
 def _memory(plan: Plan, facts: Facts) -> Iterator[Check]:
     """The fullest stage in a GPU, and all ranks of this machine in its memory."""
-    stages, ranks = stage_memory(plan), ranks_here(plan)
+    stages = stage_memory(plan)
+    ranks = ranks_here(plan)
     peak = max(stage.peak for stage in stages)
     host = max(stage.held(phase, host=True) for stage in stages for phase in stage.phases)
     advice = f"`pyrl plan {plan.source}` lists what takes it"
@@ -117,7 +119,7 @@ def _open_files(plan: Plan, facts: Facts) -> Iterator[Check]:
 
 
 def _run_folder(plan: Plan) -> Iterator[Check]:
-    """Whether the run can write its folder, and has room for the checkpoints that are kept."""
+    """True if the run can write its folder, and has room for the checkpoints that are kept."""
     run = Path(plan.run).absolute()
     folder = next(path for path in (run, *run.parents) if path.exists())
     problem = None
@@ -173,7 +175,8 @@ def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
 
 
 def _rendezvous() -> Check:
-    name, told = "rendezvous port", os.environ.get("MASTER_PORT")
+    name = "rendezvous port"
+    told = os.environ.get("MASTER_PORT")
     if told and not (told.isascii() and told.isdigit() and 0 < int(told) < 2**16):
         return Check(name, told, f"MASTER_PORT is {told!r}, expected a port, 1 to 65535. Unset it")
     port = int(told or RENDEZVOUS)
@@ -187,8 +190,10 @@ def _rendezvous() -> Check:
 
 
 def _engine(address: str, source: str) -> Check:
-    name, url = f"engine {address}", urlsplit(address)
-    host, port = url.hostname or "", url.port or 0
+    name = f"engine {address}"
+    url = urlsplit(address)
+    host = url.hostname or ""
+    port = url.port or 0
     connection = HTTPConnection(host, port, timeout=ANSWER)
     try:
         connection.request("GET", "/health")  # needs no key

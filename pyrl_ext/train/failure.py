@@ -62,7 +62,8 @@ def no_silent_exit() -> Iterator[None]:
     codes pass, and so do processes forked from this one, which end that way as a matter of course.
     From here on a crash of native code prints the Python stack.
     """
-    leave, process = os._exit, os.getpid()
+    leave = os._exit
+    process = os.getpid()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # stderr; the file object may be replaced
 

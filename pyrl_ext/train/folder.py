@@ -34,7 +34,8 @@ class RunFolder:
     """
 
     def __init__(self, plan: Plan, topo: Topology):
-        self.plan, self.topo = plan, topo
+        self.plan = plan
+        self.topo = topo
         self.path = Path(plan.run)
         self.checkpoints = self.path / "checkpoints"
         self.sinks: list[Sink] = []
@@ -119,8 +120,17 @@ class RunFolder:
         """Move the files of an earlier run to ``before-<n>/``. Communicates: a barrier."""
         if self.topo.is_main:
             names = [
-                *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
-                *("report.html", "report.csv", "error.txt", "trace", "wandb", *self._recorded()),
+                "plan.json",
+                "metrics.jsonl",
+                "checkpoints",
+                "tensorboard",
+                "report.png",
+                "report.html",
+                "report.csv",
+                "error.txt",
+                "trace",
+                "wandb",
+                *self._recorded(),
             ]
             held = [self.path / name for name in names if (self.path / name).exists()]
             if held:
@@ -162,7 +172,7 @@ class RunFolder:
     def record_scores(
         self, step: int, index: BatchIndex, shard: BatchShard, scores: Scores | None
     ) -> None:
-        """Save the trainer's log-probs of a step's rows beside the recorded samples."""
+        """Save the trainer's log-probs of a step's rows next to the recorded samples."""
         if self._recorder is not None and scores is not None:
             where = self._recorder.folder, step, self.topo.rank
             save_scores(*where, index, shard, scores.logprobs)
@@ -177,7 +187,7 @@ class RunFolder:
             checkpoint.prune(self.checkpoints, self.plan.checkpoint.keep)
 
     def due(self, policy: Policy) -> bool:
-        """Whether the plan wants a checkpoint after ``policy.step`` steps."""
+        """True if the plan wants a checkpoint after ``policy.step`` steps."""
         every = self.plan.checkpoint.every
         return policy.step == self.plan.steps or bool(every and policy.step % every == 0)
 

@@ -44,7 +44,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on every rank.
+        """True if any rank was asked to stop; the same answer on every rank.
 
         Communicates: one number over the world, between hosts.
         """

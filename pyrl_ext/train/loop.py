@@ -52,7 +52,8 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 rollout = step.take(number, clock)
                 run.record(number, [*rollout.samples, *rollout.dropped])
                 row |= step.onload(clock)
-                shard, index = step.batch_of(rollout, clock), rollout.index
+                shard = step.batch_of(rollout, clock)
+                index = rollout.index
                 check = number == first or plan.rollout.max_mismatch is not None
                 shard, old = step.score(shard, index, clock, check)
                 run.record_scores(number, index, shard, old)

@@ -40,7 +40,8 @@ class Watched:
     """
 
     def __init__(self, command: Command, log: Path):
-        self.command, self.log = command, log
+        self.command = command
+        self.log = log
         self.failed = self.silent = 0
         self.answered = False
         self.start()
@@ -58,18 +59,22 @@ class Watched:
                 env=os.environ | dict(self.command.environment) | {PARENT: str(os.getpid())},
                 start_new_session=True,  # a process group that can be ended as a whole
             )
-        self.answered, self.silent = False, 0
+        self.answered = False
+        self.silent = 0
 
     def look(self) -> None:
         """Start it again if it ended or answers no more.
 
         Raises: RuntimeError when it ended before it answered, `TRIES` times in a row.
         """
-        status, address = self.process.poll(), self.command.address
+        status = self.process.poll()
+        address = self.command.address
         if status is None and healthy(address):
             if not self.answered:
                 say(f"{address} answers")
-            self.answered, self.silent, self.failed = True, 0, 0
+            self.answered = True
+            self.silent = 0
+            self.failed = 0
             return
         self.silent += self.answered
         if status is None and self.silent < SILENT:
@@ -99,7 +104,7 @@ class Watched:
 
 
 def healthy(address: str) -> bool:
-    """Whether a server says that it serves."""
+    """True if a server says that it serves."""
     try:
         with DIRECT.open(address + "/health", timeout=PATIENCE) as reply:
             return reply.status == 200

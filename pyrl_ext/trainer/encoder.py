@@ -40,7 +40,8 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
     )
 
     topo, (chunk,), images = module.topo, module.chunks, shard.images[module.name]
-    route, tower = images.work.route, cast(VisionTower, module.models[0])
+    route = images.work.route
+    tower = cast(VisionTower, module.models[0])
     outlets = [Outlet(edge, partial(route, depth=depth)) for (_, depth), edge in edges.items()]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
@@ -113,7 +114,9 @@ class Features:
     """
 
     def __init__(self, modules: Mapping[str, Module], edges: Edges, shard: BatchShard):
-        self.modules, self.edges, self.shard = modules, edges, shard
+        self.modules = modules
+        self.edges = edges
+        self.shard = shard
         self._numbers = [count() for _ in modules["llm"].chunks]  # of microbatches
 
     def next(self, chunk: int) -> Taken:
@@ -121,7 +124,8 @@ class Features:
 
         Communicates: as `Edge.take`, `swap` and `give` do.
         """
-        llm, number = self.modules["llm"], next(self._numbers[chunk])
+        llm = self.modules["llm"]
+        number = next(self._numbers[chunk])
         taken: Taken = {depth: [] for depth in embedded_depths(llm.plan, llm.topo, chunk)}
         for (name, depth), edge in self.edges.items():
             if name not in self.modules and depth in taken:
@@ -134,8 +138,10 @@ class Features:
 
     def _encode(self, module: Module, number: int, taken: Taken) -> None:
         """Add to ``taken`` the rows of an encoder that shares the ranks of the first stage."""
-        work, replica = self.shard.images[module.name].work, module.topo.dp_rank
-        output, zeros = None, list[Tensor]()
+        work = self.shard.images[module.name].work
+        replica = module.topo.dp_rank
+        output = None
+        zeros = list[Tensor]()
         if len(work.ids(number, replica)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):
                 encoded, rows_of = forward(module, self.shard, number)
@@ -145,7 +151,8 @@ class Features:
             if name == module.name and depth in taken:
                 taken[depth] += swap(edge, route, number, replica, output)
             elif name == module.name and output is not None:  # another stage reads them
-                given, outlets = output if edge.trained else output.detach(), [Outlet(edge, route)]
+                given = output if edge.trained else output.detach()
+                outlets = [Outlet(edge, route)]
                 zeros.append(give(given, outlets, number, replica, module.topo.groups.tp))
         if zeros:  # the gradients of that stage come with those of the first
             *others, (rows, values) = taken[0]

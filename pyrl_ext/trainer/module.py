@@ -65,7 +65,10 @@ class Module:
         adapters: Adapters | None = None,
     ):
         self.adapters = adapters
-        self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
+        self.name = name
+        self.plan = plan
+        self.topo = topo
+        self.chunks = chunks
         self.family = family(plan.model.family)
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
         self.table = table_of(plan, name)
@@ -124,7 +127,8 @@ class Module:
                 build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)
         adapters = None
         if plan.lora and not tower:
-            models, table = [unwrap(chunk) for chunk in chunks], table_of(plan, name)
+            models = [unwrap(chunk) for chunk in chunks]
+            table = table_of(plan, name)
             adapters = Adapters.attach(models, table, plan.lora, topo)
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
@@ -152,7 +156,8 @@ class Module:
 
     def _check_stages(self) -> None:
         """Compare the live routers with the plan's table of stages."""
-        decoder, routers = self.plan.sizes.num_hidden_layers, self.plan.router_layers
+        decoder = self.plan.sizes.num_hidden_layers
+        routers = self.plan.router_layers
         for chunk, stage in enumerate(self.plan.stages[self.topo.pp_rank]):
             planned = [i for i in stage.layers if i in routers]
             planned += range(decoder, decoder + stage.mtp * bool(self.plan.sizes.num_experts))
@@ -191,7 +196,9 @@ class Module:
     def load_initial_weights(self, factors: bool = True) -> None:
         """Load ``model.weights``, or draw the weights from the plan's seed; those of adapters too,
         unless ``factors`` is false."""
-        live, plan, rows = self.named_parameters(), self.plan, self.table
+        live = self.named_parameters()
+        plan = self.plan
+        rows = self.table
         weight_table.check_claims(self.table, live)
         if plan.weights_path is None:
             read = weight_table.RandomWeights(self.table, plan.sizes.initializer_range, plan.seed)
@@ -211,10 +218,12 @@ class Module:
 
     def _load_initial_adapters(self, adapters: Adapters) -> None:
         """Load ``lora.weights``, or draw the factors from the plan's seed."""
-        plan, read = self.plan, RandomFactors(adapters.table, self.plan.seed)
+        plan = self.plan
+        read = RandomFactors(adapters.table, self.plan.seed)
         assert plan.lora is not None
         if plan.lora.weights is not None:
-            folder, sizes = plan.resolve(plan.lora.weights), plan.sizes
+            folder = plan.resolve(plan.lora.weights)
+            sizes = plan.sizes
             ignored = self.family.ignored(sizes, self.mtp_layers)
             read = PeftFolder(folder, plan.lora, sizes, adapters.table, ignored)
             if read.one_a and self.topo.is_main:
@@ -279,7 +288,8 @@ class Module:
 
     def set_lr(self, updates: int) -> float:
         """Use, and return, the learning rate after ``updates`` steps."""
-        keys, options = self.plan.modules.get(self.name), self.plan.optimizer
+        keys = self.plan.modules.get(self.name)
+        options = self.plan.optimizer
         most = options.lr if keys is None or keys.lr is None else keys.lr
         lr = warmed_up(most, options.warmup_steps, updates)
         if self.optimizer is not None:

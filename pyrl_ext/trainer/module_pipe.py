@@ -229,17 +229,23 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
 
     Communicates: where the plan's list has no such group, with its members, to make it.
     """
-    found, tower = dict[tuple[str, int], Edge](), plan.sizes.vision
+    found = dict[tuple[str, int], Edge]()
+    tower = plan.sizes.vision
     depths = range(1 + (plan.num_mtp_layers if trainable else 0))
     encoders = [grid for grid in plan.grids.values() if grid.name != "llm"]
     for grid, depth in product(encoders, depths):
-        sources, readers = source_ranks(grid), _readers(plan, depth)
+        sources = source_ranks(grid)
+        readers = _readers(plan, depth)
         if topo.rank in readers or topo.of(grid.name):
-            ranks, deep = [*dict.fromkeys([*readers, *sources])], tower.deepstack if tower else ()
+            ranks = [*dict.fromkeys([*readers, *sources])]
+            deep = tower.deepstack if tower else ()
             roles = (f"{grid.name} {depth} {way}" for way in ("there", "back"))
             there, back = (topo.make_group(role, ranks) for role in roles)
             found[grid.name, depth] = Edge(
-                *(sources, readers, there, back),
+                sources,
+                readers,
+                there,
+                back,
                 width=plan.sizes.hidden_size * (1 if depth else 1 + len(deep)),
                 dtype=dtype_of(plan.model.dtype),
                 device=topo.device,
@@ -252,8 +258,10 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
 
 def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
     """The ranks of the language model that embed rows at ``depth``, each with its seat."""
-    llm, tile = plan.grids["llm"], plan.tile_rows
-    sizes, stage = llm.parallel, reading_stage(plan, depth)
+    llm = plan.grids["llm"]
+    tile = plan.tile_rows
+    sizes = llm.parallel
+    stage = reading_stage(plan, depth)
     return {
         llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, tile_rows=tile)
         for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
@@ -291,7 +299,9 @@ def give(
 class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, outlets: Any, *where: Any) -> Tensor:
-        ctx.like, ctx.outlets, ctx.where = output.new_empty(0, output.shape[1]), outlets, where
+        ctx.like = output.new_empty(0, output.shape[1])
+        ctx.outlets = outlets
+        ctx.where = where
         ctx.rows = len(output)
         *at, tp_group = where
         if tp_group.rank() == 0:
@@ -361,8 +371,11 @@ class _Swap(torch.autograd.Function):
         own: Route,
         arriving: Arriving,
     ) -> Tensor:
-        ctx.edge, ctx.routes, ctx.at = edge, routes, at
-        ctx.like, ctx.rows = output.new_empty(0, output.shape[1]), len(output)
+        ctx.edge = edge
+        ctx.routes = routes
+        ctx.at = at
+        ctx.like = output.new_empty(0, output.shape[1])
+        ctx.rows = len(output)
         ctx.source = to_device(own.source, edge.device)
         ctx.senders = arriving.senders
         mine = output[:, : edge.width].index_select(0, ctx.source).to(edge.dtype)

@@ -75,7 +75,8 @@ class Policy:
     """
 
     def __init__(self, modules: Mapping[str, Module], edges: Edges | None = None):
-        self.modules, self.edges = modules, edges or {}
+        self.modules = modules
+        self.edges = edges or {}
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
         self.stream = stream_of(self.topo.device)
@@ -163,7 +164,8 @@ class Policy:
         """Write models, optimizers and counters to ``folder``, whole or not at all; with
         ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
         self.need()
-        plan, topo = self.plan, self.topo
+        plan = self.plan
+        topo = self.topo
         parts = [module.saved for module in self.modules.values()]
         counters = {"step": self.step, "updates": self.updates}
         also: list[Callable[[Path], None]] = []
@@ -176,7 +178,8 @@ class Policy:
         self.need()
         parts = [module.saved for module in self.modules.values()]
         counters = checkpoint.load(folder, parts, self.plan, self.topo)
-        self.step, self.updates = counters["step"], counters["updates"]
+        self.step = counters["step"]
+        self.updates = counters["updates"]
 
     # passes --------------------------------------------------------------------------------------
 
@@ -212,7 +215,8 @@ class Policy:
         device = self.topo.device
         if not parts:
             return torch.empty(0, 2, device=device)
-        at, values = torch.cat([at for at, _ in parts]), torch.cat([x for _, x in parts])
+        at = torch.cat([at for at, _ in parts])
+        values = torch.cat([x for _, x in parts])
         real = to_device((at >= 0).nonzero()[:, 0], device)
         places = to_device(at[at >= 0], device)
         return values.new_empty(num_rows, 2).index_copy_(0, places, values.index_select(0, real))
@@ -232,7 +236,8 @@ class Policy:
             )
         metrics |= self.step_optimizer()
         if metrics["grad_norm"] == 0:
-            loss_name, number = self.plan.objective.loss, f"update {self.updates - 1}"
+            loss_name = self.plan.objective.loss
+            number = f"update {self.updates - 1}"
             check_zero_gradient(loss_name, minibatch, metrics, number, self.topo)
         return metrics
 
@@ -304,7 +309,8 @@ class Policy:
             lost = -torch.where(part.loss_mask, logprobs, 0).sum()
             # megatron divides by the minibatch's loss tokens; fewer can be predicted from afar
             extra = extra + lost * (loss_tokens[0] / max(1, loss_tokens[depth]))
-            missed, tokens = missed + lost.detach(), tokens + part.loss_mask.sum()
+            missed = missed + lost.detach()
+            tokens = tokens + part.loss_mask.sum()
         return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
 
     def _prefetch(self, shard: BatchShard, replayed: bool, depths: int = 0) -> MicrobatchPrefetcher:
@@ -361,8 +367,10 @@ class Policy:
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             index, ready = next(iterator)
             self.llm.replay.use(index, ready.routes)
-            micro, packed = ready.micro, ready.packed
-            tokens, positions = micro.tokens[None], packed.positions[None]
+            micro = ready.micro
+            packed = ready.packed
+            tokens = micro.tokens[None]
+            positions = packed.positions[None]
             every = forward_only or not self.plan.objective.is_token_wise
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
             more: dict[str, Any] = {"packed_seq_params": packed, "output_processor": head}
@@ -380,7 +388,9 @@ class Policy:
 
             return output, of_output
 
-        chunks, topo, shape_of = self.llm.chunks, self.topo, partial(prefetch.handed_on, self.plan)
+        chunks = self.llm.chunks
+        topo = self.topo
+        shape_of = partial(prefetch.handed_on, self.plan)
         iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
         return get_forward_backward_func(topo.pp_size, topo.vpp_size)(

@@ -22,7 +22,7 @@ from pyrl_ext.replay.router_hook import Replay
 
 @dataclass
 class DeviceMicrobatch:
-    """A microbatch on the device, with what layers and routers need beside its tokens.
+    """A microbatch on the device, with what layers and routers need next to its tokens.
 
     Args:
         micro: the rows of this rank.
@@ -65,8 +65,12 @@ class MicrobatchPrefetcher:
                 "replay: the samples carry no routes; the engine must return them, or the plan "
                 "must switch replay off (replay: {old: false, reference: false, train: false})"
             )
-        self.shard, self.topo, self.replay = shard, topo, replay
-        self.replayed, self.depths, self.axes = replayed, depths, axes
+        self.shard = shard
+        self.topo = topo
+        self.replay = replay
+        self.replayed = replayed
+        self.depths = depths
+        self.axes = axes
         self._upload = Upload(topo.device)
         self._ready: dict[int, DeviceMicrobatch] = {}
         self._made = 0
@@ -84,7 +88,8 @@ class MicrobatchPrefetcher:
     @cached_property
     def _rows(self) -> list[int]:
         """The rows of each microbatch on one tensor-parallel rank."""
-        shard, seat = self.shard, self.shard.seat
+        shard = self.shard
+        seat = self.shard.seat
         groups = (shard.schedule.group_of(i, seat.grid_rank) for i in range(len(self)))
         return [layout_of(g, shard.lengths, seat).num_local // seat.tp_size for g in groups]
 
@@ -120,7 +125,8 @@ class MicrobatchPrefetcher:
 
     def _routes(self, micro: Microbatch) -> RoutedExperts:
         """Start the upload of the routed experts of ``micro``."""
-        shard, replay = self.shard, self.replay
+        shard = self.shard
+        replay = self.replay
         layers = replay.layers_to_replay(shard.seat.layers) if self.replayed else ()
         with record_function("pyrl: routes"), replay.clock("time/replay"):
             where = self._upload, replay.shares_rows

@@ -44,18 +44,22 @@ class SftStep(Step):
     def take(self, number: int, phase: Phase) -> Rollout:
         """The records of step ``number``."""
         with phase("time/data"):
-            size, rank, ranks = self.plan.samples, self.topo.rank, self.topo.world_size
+            size = self.plan.samples
+            rank = self.topo.rank
+            ranks = self.topo.world_size
             order = range(number * size, (number + 1) * size)
             return self._shared(lambda: self.source.take(number, size, rank, ranks), order)
 
     def evaluate(self, phase: Phase) -> Metrics:
         """Mean negative log-likelihood of the loss tokens that are held out."""
         with phase("time/eval"):
-            rank, ranks = self.topo.rank, self.topo.world_size
+            rank = self.topo.rank
+            ranks = self.topo.world_size
             order = range(-1, -1 - self.plan.data.held_out, -1)
             held_out = self._shared(lambda: self.source.held_out(rank, ranks), order)
             shard = self.batch_of(held_out, phase, minibatches=1)
-            logprobs, total = self.policy.scores(shard, replay=False).logprobs, torch.zeros(2)
+            logprobs = self.policy.scores(shard, replay=False).logprobs
+            total = torch.zeros(2)
             if self.topo.is_last_stage:
                 mask = shard.columns["loss_mask_0"]
                 total = torch.stack([-logprobs[mask].double().sum(), mask.sum().double()])
@@ -79,7 +83,8 @@ class SftStep(Step):
 
         Raises: on every rank, if one cannot read its own.
         """
-        samples, error = [], None
+        samples = []
+        error = None
         try:
             samples = read()
         except Exception as caught:  # every rank has to know, or the others wait forever
@@ -101,7 +106,9 @@ def check_records(plan: Plan, topo: Topology) -> SftSource:
         other files.
     Communicates: a line of every rank, and its first problems.
     """
-    source, error, digest = None, None, 0
+    source = None
+    error = None
+    digest = 0
     try:
         source = build_records(plan)
         digest = zlib.crc32(

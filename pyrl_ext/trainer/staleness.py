@@ -57,7 +57,8 @@ def by_age(
         if count:
             metrics[f"age/share_{age}"] = count / sum(counts)
             metrics[f"age/mismatch_{age}"] = gap / count
-    oldest, rewards = step - index.versions[index.firsts], index.rewards[index.firsts]
+    oldest = step - index.versions[index.firsts]
+    rewards = index.rewards[index.firsts]
     for age in sorted({*oldest.tolist()}):
         metrics[f"age/reward_{age}"] = float(rewards[oldest == age].mean())
     agree = {f"age/agree_topk_{age}": x.share / x.rows for age, x in scores.by_age.items()}

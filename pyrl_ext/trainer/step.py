@@ -74,7 +74,7 @@ class Step(ABC):
         return None
 
     def close(self) -> None:
-        """End what runs beside the trainer."""
+        """Stop the background work of the trainer."""
         if self.engine is not None:
             self.engine.close()
 
@@ -105,9 +105,12 @@ class Step(ABC):
 
         Raises: on every rank, if the samples of one are wrong.
         """
-        index, group = rollout.index, self.topo.world
+        index = rollout.index
+        group = self.topo.world
         with phase("time/exchange"):
-            schedules, batches, error = [], list[Batch | None](), None
+            schedules = []
+            batches = list[Batch | None]()
+            error = None
             try:
                 schedules = self.scheduler.minibatches(index, minibatches)
                 batches.append(self._rows_of(rollout))
@@ -117,14 +120,17 @@ class Step(ABC):
             agree("Step.batch_of", error, digest, "samples or schedules", group)
             rollout.samples.clear()
             rollout.dropped.clear()
-            plan, topo, waiting = self.plan, self.topo, partial(phase, "time/exchange")
+            plan = self.plan
+            topo = self.topo
+            waiting = partial(phase, "time/exchange")
             # popped, so that nothing here keeps the batch
             shard, self.moved = shard_batch(batches.pop(), index, schedules, plan, topo, waiting)
         return shard
 
     def _rows_of(self, rollout: Rollout) -> Batch | None:
         """The samples that this rank owns, as rows."""
-        plan, mine = self.plan, rollout.index.owned_by(self.topo.rank)
+        plan = self.plan
+        mine = rollout.index.owned_by(self.topo.rank)
         advantages = shaped(rollout.index, plan).advantages(self.advantage)
         lengths = [sample.tokens.numel() - 1 for sample in rollout.samples]
         if (known := rollout.index.seqlens[mine].tolist()) != lengths:
@@ -153,13 +159,15 @@ class Step(ABC):
         A minibatch without loss tokens on any rank (`objective.overlong_filter`) is no update:
         weights, optimizer and learning rate stay as they are, and a line on the terminal says so.
         """
-        rows, number = list[Metrics](), len(shard.minibatches)
+        rows = list[Metrics]()
+        number = len(shard.minibatches)
         with phase("time/update"):
             for place, (tokens, *_) in enumerate(shard.loss_tokens):
                 if tokens:
                     rows.append(self.policy.update(shard.minibatch(place), self.loss))
                 elif self.topo.is_main:
-                    step, which = self.policy.step, f"minibatch {place + 1} of {number}"
+                    step = self.policy.step
+                    which = f"minibatch {place + 1} of {number}"
                     print(f"step {step}: {which} has no loss tokens, no update", flush=True)
             shard.wait(len(shard.schedule) - 1)  # also rows of minibatches that nothing read
         found = {name: [row[name] for row in rows if name in row] for name in chain(*rows)}
@@ -193,11 +201,13 @@ class RolloutStep(Step):
         source = build_source(plan)
         if plan.modules:
             image_scale(plan)
-        advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
+        advantage = build_advantage(plan.objective)
+        loss = build_loss(plan.objective)
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
-            policy, reference = Policy.build(plan, topo, offloads=True), None
+            policy = Policy.build(plan, topo, offloads=True)
+            reference = None
             rollouts.engine.score_canaries = partial(score_canaries, policy)
             if plan.objective.kl_coef and plan.lora is None:
                 reference = Policy.build(plan, topo, trainable=False)
@@ -214,7 +224,8 @@ class RolloutStep(Step):
     def publish(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to the engine and offload what ``rollout.offload_trainer`` names (the
         weights last: the engine reads them)."""
-        rollout, freed = self.plan.rollout, 0
+        rollout = self.plan.rollout
+        freed = 0
         parts = OFFLOADED[rollout.offload_trainer]
         with phase("time/publish"):
             for part in parts:
@@ -230,10 +241,13 @@ class RolloutStep(Step):
 
     def _send(self, version: int) -> Metrics:
         """Send the weights, or, to an engine that has the others, those that steps change."""
-        plan, tensors, only = self.plan, self.policy.tensors, None
+        plan = self.plan
+        tensors = self.policy.tensors
+        only = None
         if self._sent and not plan.sends_all:
             only = tensors.changing
-        move, self._sent = tensors.move_seen(self._engine_dtype), False
+        move = tensors.move_seen(self._engine_dtype)
+        self._sent = False
         metrics = sync_weights(
             self.engine,
             tensors.published(self.policy.live(), only, move),
@@ -261,7 +275,8 @@ class RolloutStep(Step):
 
     def onload(self, phase: Phase) -> Metrics:
         """Put the engine to sleep and bring the trainer back onto the device."""
-        sleeps, metrics = self.plan.engine_sleeps, {}
+        sleeps = self.plan.engine_sleeps
+        metrics = {}
         if sleeps or self.plan.rollout.offload_trainer != "none":
             with phase("time/onload"):
                 if sleeps:
@@ -312,7 +327,8 @@ class RolloutStep(Step):
         return metrics
 
     def _reference_scores(self, shard: BatchShard) -> Scores:
-        replay, adapters = self.plan.replay.reference, self.policy.module.adapters
+        replay = self.plan.replay.reference
+        adapters = self.policy.module.adapters
         if self.reference is not None:
             return self.reference.scores(shard, replay)
         assert adapters is not None
@@ -325,7 +341,8 @@ class RolloutStep(Step):
 
     def _check_batch(self, shard: BatchShard, old: Scores) -> None:
         """Stop before the update if trainer and engine disagree about the tokens of the step."""
-        plan, policy = self.plan, self.policy
+        plan = self.plan
+        policy = self.policy
         check_batch(
             shard,
             old.logprobs,
@@ -347,7 +364,8 @@ class RolloutStep(Step):
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
     """How far trainer and engine differ in log-probs and in routes of the same tokens."""
-    none, tokens = torch.empty(0), sum(counts[0] for counts in shard.loss_tokens)
+    none = torch.empty(0)
+    tokens = sum(counts[0] for counts in shard.loss_tokens)
     rollout = shard.columns.get("rollout_logprobs", none)
     mask = shard.columns["loss_mask_0"] if shard.seat.last_stage else none.bool()
     metrics = mismatch(old.logprobs, rollout, mask, topo) if tokens else {}
@@ -376,10 +394,12 @@ def score_canaries(
 
 
 def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[int, float]]:
-    plan, topo = policy.plan, policy.topo
+    plan = policy.plan
+    topo = policy.topo
     known = BatchIndex.of(samples, 0, plan.num_mtp_layers).to_bytes()
     first, *_ = gather_objects(known, topo.world)
-    index, batch = BatchIndex.from_bytes(first), None
+    index = BatchIndex.from_bytes(first)
+    batch = None
     schedules = Scheduler(plan).minibatches(index, 1)
     if samples:
         batch = Batch.for_plan(plan, samples, torch.zeros(len(samples)))

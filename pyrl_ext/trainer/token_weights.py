@@ -35,19 +35,25 @@ def weigh_tokens(
         ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``).
     Communicates: sums of each trajectory over ranks, for what needs whole ones.
     """
-    objective, columns, metrics = plan.objective, dict[str, Tensor](), dict[str, float]()
+    objective = plan.objective
+    columns = dict[str, Tensor]()
+    metrics = dict[str, float]()
     rows = shard.rows.tokens if shard.seat.last_stage else shard.rows.tokens[:0]
-    samples, tokens = shard.lengths.sample_of(rows), index.loss_tokens[:, 0]
+    samples = shard.lengths.sample_of(rows)
+    tokens = index.loss_tokens[:, 0]
     here = shard.columns if shard.seat.last_stage else {}
     none = torch.empty(0)
-    mask, old = here.get("loss_mask_0", none.bool()), here.get("old_logprobs", none)
+    mask = here.get("loss_mask_0", none.bool())
+    old = here.get("old_logprobs", none)
     if objective.reduction != "token":
         columns["weights"] = torch.from_numpy(_reduction(shard, index, plan)[samples])
     if objective.needs_sequences:
         shares = torch.from_numpy((1 / np.maximum(tokens, 1))[samples]).float()
         columns["shares"] = masked(shares, mask)
-    at, over_ranks = torch.from_numpy(samples), partial(sum_over_ranks, topo=topo)
-    parts, count = torch.from_numpy(index.trajectories), len(index.firsts)
+    at = torch.from_numpy(samples)
+    over_ranks = partial(sum_over_ranks, topo=topo)
+    parts = torch.from_numpy(index.trajectories)
+    count = len(index.firsts)
     if objective.corrects:
         rollout = here.get("rollout_logprobs", none)
         weights, found = correct(objective, old, rollout, mask, parts[at], count, over_ranks)
@@ -71,7 +77,8 @@ def weigh_tokens(
 
 def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:
     """The numbers of the samples with rewards that are shaped by what each trajectory sampled."""
-    objective, lengths = plan.objective, index.per_trajectory(index.sampled)
+    objective = plan.objective
+    lengths = index.per_trajectory(index.sampled)
     how = plan.most_sampled, objective.overlong_buffer, objective.overlong_penalty
     return replace(index, rewards=index.rewards + overlong(lengths, *how)[index.trajectories])
 
@@ -80,7 +87,8 @@ def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
     """[S] float32, the weight of the tokens of each sample in its minibatch."""
     objective = plan.objective
     constant = objective.reduction_constant or plan.most_sampled
-    tokens, groups = index.per_trajectory(index.loss_tokens[:, 0]), index.groups[index.firsts]
+    tokens = index.per_trajectory(index.loss_tokens[:, 0])
+    groups = index.groups[index.firsts]
     weights = np.zeros(len(tokens), np.float32)
     for number in range(len(shard.minibatches)):
         ids = np.asarray(shard.minibatch(number).schedule.samples, np.int64)

@@ -34,11 +34,13 @@ def check_zero_gradient(
     Raises:
         FloatingPointError: some tokens must have had a gradient.
     """
-    tokens, why = 0, "with an advantage"
+    tokens = 0
+    why = "with an advantage"
     if loss in LOSSES and loss != "sft":
         tokens = tokens_with_gradient(minibatch, metrics, topo)
     elif loss == "sft" and metrics["loss"] > -_MAX_LOGPROB:
-        tokens, why = minibatch.loss_tokens[0][0], f"whose mean loss is {metrics['loss']:.3g}"
+        tokens = minibatch.loss_tokens[0][0]
+        why = f"whose mean loss is {metrics['loss']:.3g}"
     if tokens:
         raise FloatingPointError(
             f"Policy.update: the gradient norm of {update} is exactly 0, expected a gradient from "
@@ -50,7 +52,7 @@ def check_zero_gradient(
 def tokens_with_gradient(
     minibatch: BatchShard, metrics: Mapping[str, float], topo: Topology
 ) -> int:
-    """How many loss tokens must have moved the weights under the built-in loss; a lower bound.
+    """Number of loss tokens must have moved the weights under the built-in loss; a lower bound.
 
     A token has no gradient if its sample's advantage is 0, if its probability is 1, or if its ratio
     is clipped or clamped; and equal samples with opposite advantages cancel each other. What is
@@ -101,7 +103,8 @@ def _rows_by_sample(
     at position -1; each row on one rank."""
     if not minibatch.seat.last_stage or topo.tp_rank:
         return []
-    rows, columns = minibatch.rows.tokens, minibatch.columns
+    rows = minibatch.rows.tokens
+    columns = minibatch.columns
     samples = minibatch.lengths.sample_of(rows)
     positions = rows - minibatch.lengths.starts[samples]
     first = (positions == 0).nonzero()[0].tolist()

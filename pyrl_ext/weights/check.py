@@ -23,7 +23,9 @@ from pyrl_ext.rollout.tensor_names import layer_of
 
 # nat. Two float32 implementations of a model differ by 1e-7 to 1e-5; with bfloat16 in either,
 # `benchmarks.replay_effect` finds up to 0.024, and 0.16 where routers choose for themselves.
-FLOAT32_LIMIT, ROUNDED_LIMIT, ROUTED_LIMIT = 1e-4, 0.1, 0.5
+FLOAT32_LIMIT = 1e-4
+ROUNDED_LIMIT = 0.1
+ROUTED_LIMIT = 0.5
 MAX_SHOWN = 8
 
 
@@ -39,7 +41,9 @@ class SentTensors:
     """
 
     def __init__(self, names: Sequence[str], dtype: torch.dtype):
-        self.names, self.dtype, self.bytes = names, dtype, 0
+        self.names = names
+        self.dtype = dtype
+        self.bytes = 0
         self._wanted = set(names)
         self._exact: dict[str, Tensor] = {}
         self._rounded: dict[str, Tensor] = {}
@@ -67,11 +71,13 @@ class SentTensors:
 
         Syncs: once.
         """
-        exact, rounded = read(self._exact), read(self._rounded)
+        exact = read(self._exact)
+        rounded = read(self._rounded)
         sent_as = {number: name for sent in (exact, rounded) for name, number in sent.items()}
         wrong: dict[str, str] = {}
         for name in self.names:
-            expected, digest = (exact.get(name), rounded.get(name)), in_engine.get(name)
+            expected = (exact.get(name), rounded.get(name))
+            digest = in_engine.get(name)
             if digest is None or expected[0] is None:
                 wrong[name] = "was not sent" if digest is not None else "is not in the engine"
             elif digest not in expected:

@@ -107,7 +107,9 @@ def plan_buckets(
     wanted = known if only is None else known & only
     rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
     types = [dtype or (torch.float32 if r.float32 else dtype_of(plan.model.dtype)) for r in rows]
-    typed, stages, grid = list(zip(rows, types)), _stages(plan, module), plan.grids[module]
+    typed = list(zip(rows, types))
+    stages = _stages(plan, module)
+    grid = plan.grids[module]
     return tuple(
         _sharded(plan, grid, stage, cut, wanted)
         for stage, cut in _cuts(typed, stages, plan.rollout.bucket_bytes)
@@ -122,7 +124,8 @@ def _cuts(
 ) -> Iterator[tuple[int, list[Typed]]]:
     """(stage, rows) of every bucket of at most ``limit`` bytes."""
     cut: list[Typed] = []
-    cut_stage, cut_bytes = 0, 0
+    cut_stage = 0
+    cut_bytes = 0
     # engines load the experts of a layer together
     for _, group in groupby(
         rows, lambda typed: typed[0].megatron_name.partition(".local_experts.")[0]
@@ -134,8 +137,11 @@ def _cuts(
         size = sum(math.prod(s) * dtype.itemsize for row, dtype in atom for s in row.shapes)
         if cut and (stage != cut_stage or cut_bytes + size > limit):
             yield cut_stage, cut
-            cut, cut_bytes = [], 0
-        cut_stage, cut, cut_bytes = stage, cut + atom, cut_bytes + size
+            cut = []
+            cut_bytes = 0
+        cut_stage = stage
+        cut = cut + atom
+        cut_bytes = cut_bytes + size
     if cut:
         yield cut_stage, cut
 
@@ -148,14 +154,15 @@ def _stages(plan: Plan, module: str) -> dict[str, int]:
         last = dict.fromkeys(("decoder.final_layernorm", "output_layer"), pp - 1)
         ids = {f"decoder.layers.{i}": stage for i, stage in enumerate(of_layers)}
         return {"embedding": 0} | ids | last
-    layers, stages = plan.sizes.num_hidden_layers, dict[str, int]()
+    layers = plan.sizes.num_hidden_layers
+    stages = dict[str, int]()
     for stage, chunks in enumerate(plan.stages):
         for chunk in chunks:
             ids = *chunk.layers, *(layers + i for i in range(chunk.mtp))
             here = [f"decoder.layers.{i}" for i in ids]
             here += [f"mtp.layers.{i}" for i in range(chunk.mtp)]
             here += ["embedding"] * chunk.embedding + ["output_layer"] * chunk.loss
-            # megatron puts it before the MTP layers if there are any, otherwise beside the loss
+            # megatron puts it before the MTP layers if there are any, otherwise next to the loss
             is_last = layers - 1 in chunk.layers if plan.num_mtp_layers else chunk.loss
             here += ["decoder.final_layernorm"] * is_last
             stages |= dict.fromkeys(here, stage)
@@ -171,13 +178,17 @@ def _sharded(
     filled = {group: [0] * size for group, size in ranks.items()}  # bytes of each rank's segment
     laid_out: list[tuple[Shards, str, int, int, int]] = []
     for row, dtype in rows:
-        owner, split = None, sizes.tp
+        owner = None
+        split = sizes.tp
         if row.expert is not None:
-            owner, split = row.expert // (plan.sizes.num_experts // sizes.ep), sizes.etp_size
+            owner = row.expert // (plan.sizes.num_experts // sizes.ep)
+            split = sizes.etp_size
         shards = Shards(row, dtype, row.part(split), owner, ())
         group, first = ("tp", 0) if owner is None else ("tp_ep", owner * split)
         if ranks[group] == 1 or (row.shard == "same" and owner is None):
-            group, first, split = "alone", 0, 1
+            group = "alone"
+            first = 0
+            split = 1
         elif row.shard == "same":  # of an expert, whole on each of its ranks
             split = 1
         laid_out.append((shards, group, first, split, filled[group][first]))
@@ -185,7 +196,8 @@ def _sharded(
             filled[group][rank] += aligned(math.prod(shards.shape) * dtype.itemsize)
     if sizes.pp == 1 and len(grid.ranks) == plan.world_size:
         filled["alone"] = [0]  # every rank has those
-    segments, end = dict[str, tuple[int, int]](), 0
+    segments = dict[str, tuple[int, int]]()
+    end = 0
     for group, size in ranks.items():
         segments[group] = end, max(filled[group])
         end += size * max(filled[group])
@@ -253,7 +265,10 @@ class GatheredWeights(BucketStream):
         outward: Outward | None = None,
         sent: Mapping[str, Tensor] | None = None,
     ):
-        self.planned, self.live, self.topo, self.outward = planned, live, topo, outward
+        self.planned = planned
+        self.live = live
+        self.topo = topo
+        self.outward = outward
         self.sent = live if sent is None else sent
         self.to: Sequence[int | None] = [None] * len(planned)
         if live is not None:
@@ -262,7 +277,8 @@ class GatheredWeights(BucketStream):
     def give(self, to: Sequence[int]) -> None:
         """Each bucket comes on one rank alone, the one in ``to``."""
         here = [sharded for sharded, rank in zip(self.planned, to) if rank == self.topo.rank]
-        self.to, self.names = to, {slot.name for each in here for slot in each.bucket.slots}
+        self.to = to
+        self.names = {slot.name for each in here for slot in each.bucket.slots}
 
     @property
     def largest(self) -> int:
@@ -318,7 +334,8 @@ class GatheredWeights(BucketStream):
 
     def _check(self, live: Mapping[str, Tensor]) -> None:
         for shards in (shards for sharded in self.planned for shards in self._mine(sharded)):
-            tensor, expected = live.get(shards.row.megatron_name), (shards.shape, shards.dtype)
+            tensor = live.get(shards.row.megatron_name)
+            expected = (shards.shape, shards.dtype)
             if tensor is not None and (tensor.shape, tensor.dtype) == expected:
                 continue
             found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"

@@ -60,7 +60,8 @@ class ModuleTensors:
     """
 
     def __init__(self, plan: Plan, topo: Topology, known: Mapping[str, Sequence[Weight]]):
-        self.plan, self.topo = plan, topo
+        self.plan = plan
+        self.topo = topo
         self.tables = {name: known.get(name) or table_of(plan, name) for name in plan.grids}
 
     @cached_property
@@ -92,7 +93,8 @@ class ModuleTensors:
         With adapters these are their factors, or the weights that factors are merged into. vLLM,
         which fuses tensors of a layer, takes all of a layer or none.
         """
-        lora, names = self.plan.lora, self.engine_names
+        lora = self.plan.lora
+        names = self.engine_names
         if lora is None:
             return None
         rows = self.tables["llm"]
@@ -148,20 +150,21 @@ class ModuleTensors:
         self, live: Mapping[str, Live], only: Set[str] | None = None, move: MoveSeen | None = None
     ) -> BucketStream:
         """The tensors of `engine_names`: `whole`, or the base and then the factors of adapters.
-        For engines apart each tensor comes on the rank that sends it alone.
+        For remote engines each tensor comes on the rank that sends it alone.
 
         Args: as for `whole`.
         Communicates: see `GatheredWeights`.
         """
         factors: list[GatheredWeights] = []
         if self.factors:
-            of, topo = live["llm"].adapters, live["llm"].topo
+            of = live["llm"].adapters
+            topo = live["llm"].topo
             assert of is not None
             planned = plan_buckets(self.plan, self.factors, only=only)
             factors = [GatheredWeights(planned, of.live(), topo)]
             live = {name: each._replace(adapters=None) for name, each in live.items()}
         parts = [*self.whole(live, only=only, move=move).parts, *factors]
-        for part in parts if self.plan.engines_apart else ():
+        for part in parts if self.plan.remote_engines else ():
             of_buckets = [(each.stage, each.bucket.bytes) for each in part.planned]
             part.give(senders_of(self.plan.grids["llm"], self.plan.rollout.senders, of_buckets))
         return _Joined(parts)

@@ -23,7 +23,8 @@ class MoveSeen:
     """
 
     def __init__(self, dtype: torch.dtype, topo: Topology):
-        self.dtype, self.topo = dtype, topo
+        self.dtype = dtype
+        self.topo = topo
         self.sums = torch.zeros(2, dtype=torch.float64, device=topo.device)
 
     def note(self, row: Weight, weight: Tensor, delta: Tensor, merged: Tensor) -> None:
@@ -54,5 +55,6 @@ class MoveSeen:
         sums = self.sums.cpu()
         if self.topo.world_size > 1:
             dist.all_reduce(sums, group=self.topo.world)  # type: ignore
-        seen, moved = float(sums[0]), float(sums[1])
+        seen = float(sums[0])
+        moved = float(sums[1])
         return {"publish/move_seen": seen / moved} if moved else {}

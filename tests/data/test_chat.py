@@ -54,7 +54,8 @@ CONVERSATIONS = [
 
 def read_turns(messages: list[dict[str, str]], encode: Any, marked: bool) -> tuple[list, list]:
     """The oracle: PLAIN or MARKED written out turn by turn, each piece with its flag."""
-    tokens, mask = [], []
+    tokens = []
+    mask = []
     for message in messages:
         answer = int(message["role"] == "assistant")
         pieces = [(f"[{message['role']}]\n", 0), (message["content"] + "<eos>", answer)]

@@ -81,7 +81,8 @@ def test_messages_append_what_the_whole_conversation_renders(template: str | Non
 
 def test_after_closes_a_turn_that_was_cut():
     chat = ChatTurns(with_template(TEMPLATE), (EOS,))
-    message, rest = [{"role": "user", "content": "go"}], encode("\n<|user|>go\n<|assistant|>")
+    message = [{"role": "user", "content": "go"}]
+    rest = encode("\n<|user|>go\n<|assistant|>")
     assert chat.after("ok", message, False) == [EOS, *rest]
     assert chat.after("ok", message, True) == rest
 

@@ -95,7 +95,8 @@ def test_load_environment_gives_options_and_what_the_class_asks_for():
     make = load_environment(
         "tests.helpers.environments:Asks", {"size": 3}, tokenizer=TOKENIZER, stop_ids=(1,)
     )
-    first, second = make(), make()
+    first = make()
+    second = make()
     assert first is not second and (first.size, first.tokenizer) == (3, TOKENIZER)
 
 

@@ -1,4 +1,4 @@
-"""Images of records: read by the model's processor, within bounds, refused by name."""
+"""Images of records: read by the model's processor, within bounds, rejected at startup."""
 
 import base64
 import io
@@ -19,8 +19,12 @@ from pyrl_ext.data.images import ImageReader
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.sft import Encoder, SftSource
 
+pytestmark = pytest.mark.multiprocess
+
 VL = Path(__file__).parents[2] / "configs" / "tiny_vl"
-PAD, START, END = 104, 105, 106
+PAD = 104
+START = 105
+END = 106
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +257,9 @@ def test_encoder_gives_images_a_row_each_and_trains_on_answers_alone(
     record = conversation([text("x"), picture("a.png"), picture("b.png")], "3", "y", "12")
     sample = encode(record).check()
     one, two, three, x, y = tokenizer("123xy", add_special_tokens=False)["input_ids"]
-    user, answer, eos = 4, 5, tokenizer.eos_token_id
+    user = 4
+    answer = 5
+    eos = tokenizer.eos_token_id
     images = [START, PAD, PAD, END, START, *[PAD] * 6, END]
     start = [user, x, *images, answer]
     assert sample.tokens.tolist() == [*start, three, eos, user, y, answer, one, two, eos]

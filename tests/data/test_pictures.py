@@ -15,7 +15,12 @@ from pyrl_ext.plan.task_options import PictureOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VL = CONFIGS / "tiny_vl"
-PAD, START, END, USER, ASSISTANT, EOS = 104, 105, 106, 4, 5, 1
+PAD = 104
+START = 105
+END = 106
+USER = 4
+ASSISTANT = 5
+EOS = 1
 ASKED = [("colour", 7), ("count", 4), ("digit", 10)]
 
 
@@ -39,9 +44,11 @@ def seen(scene: Scene, size: int = 16) -> list[tuple[str, int]]:
     picture = paint(scene, size, 0)
     colour = np.ptp(picture.astype(int), axis=-1) > 0
     colour |= picture[..., 0] > 200  # white
-    found, left = [], {(int(y), int(x)) for y, x in np.argwhere(colour)}
+    found = []
+    left = {(int(y), int(x)) for y, x in np.argwhere(colour)}
     while left:
-        todo, part = [left.pop()], []
+        todo = [left.pop()]
+        part = []
         while todo:
             y, x = todo.pop()
             part.append((y, x))
@@ -93,7 +100,8 @@ def test_draw_scene_makes_every_answer_as_likely_and_moves_the_marks(ask: str, a
 
 def test_paint_adds_noise_that_follows_from_the_scene():
     one, other = scenes("digit", 10, count=2)
-    clean, noisy = paint(one, 16, 0).astype(int), paint(one, 16, 20).astype(int)
+    clean = paint(one, 16, 0).astype(int)
+    noisy = paint(one, 16, 20).astype(int)
     assert np.array_equal(noisy, paint(one, 16, 20)) and clean.shape == (16, 16, 3)
     change = noisy - clean
     assert change.min() == -20 and change.max() == 20 and abs(change.mean()) < 1.5

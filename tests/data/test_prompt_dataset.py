@@ -76,7 +76,8 @@ def test_build_source_lists_records_without_the_answer_that_the_reward_compares_
 
 def test_image_scale_refuses_a_folder_without_a_processor(tmp_path: Path):
     """Before any prompt is read: those of a task need no file."""
-    config, folder = write_run(tmp_path), tmp_path / "vl"
+    config = write_run(tmp_path)
+    folder = tmp_path / "vl"
     shutil.copytree(CONFIGS / "tiny_vl", folder)
     assert image_scale(compile_plan(config, [])).factor.shape == (96,)
     (folder / "preprocessor_config.json").unlink()

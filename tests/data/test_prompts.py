@@ -33,7 +33,8 @@ def test_load_prompts_reads_the_arithmetic_files(tokenizer: Any):
         assert number_match(prompt, f"so it is {prompt.answer}", []) == 1.0
         found = re.search(r"(\d+) ([-+*]) (\d+) =", prompt.text)
         if found:
-            a, b = int(found[1]), int(found[3])
+            a = int(found[1])
+            b = int(found[3])
             assert int(prompt.answer) == {"+": a + b, "-": a - b, "*": a * b}[found[2]]
 
 
@@ -148,7 +149,8 @@ def test_load_prompts_encodes_no_text_that_is_too_long_by_its_size(tmp_path: Pat
         """The tiny tokenizer, counting the characters it encodes."""
 
         def __init__(self) -> None:
-            self.inner, self.characters = load_tokenizer(CONFIGS / "tiny"), 0
+            self.inner = load_tokenizer(CONFIGS / "tiny")
+            self.characters = 0
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)

@@ -42,7 +42,8 @@ def shown(sample: Sample) -> tuple[list[int], list[int], int]:
 
 def test_encoder_makes_whole_samples(tokenizer: Any):
     encode = Encoder(tokenizer, 128, 16)
-    chat, given = encode(CHAT), encode({"tokens": [7, 8, 9, 4], "loss_mask": [False, True, 0, 1]})
+    chat = encode(CHAT)
+    given = encode({"tokens": [7, 8, 9, 4], "loss_mask": [False, True, 0, 1]})
     for sample in (chat, given):
         sample.check()
         assert (sample.finish_reason, sample.reward, sample.routes) == ("stop", 0.0, None)
@@ -158,11 +159,13 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
 
 
 def test_ParquetRows_holds_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    groups, each = 20, 500
+    groups = 20
+    each = 500
     rows = [tokens(*[3 + i % 97] * 200) for i in range(groups * each)]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=each)
-    read, whole = [], pyarrow.parquet.ParquetFile.read_row_group
+    read = []
+    whole = pyarrow.parquet.ParquetFile.read_row_group
     count = lambda file, group: read.append(group) or whole(file, group)  # noqa: E731
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", count)
     before = pyarrow.total_allocated_bytes()
@@ -176,7 +179,8 @@ def test_ParquetRows_holds_one_row_group(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_ParquetRows_names_the_rows_of_a_damaged_row_group(tmp_path: Path):
-    path, table = tmp_path / "a.parquet", pyarrow.Table.from_pylist([tokens(3, 4)] * 6)
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([tokens(3, 4)] * 6)
     pyarrow.parquet.write_table(table, path, row_group_size=2)
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
     with path.open("r+b") as file:

@@ -12,6 +12,8 @@ import pytest
 from pyrl_ext.data.time_limit import TimeLimit, TimeUp
 from tests.helpers.deadline import DEADLINE
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_time_limit_names_the_call_that_is_waited_for():
     seen = threading.Event()

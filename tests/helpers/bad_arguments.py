@@ -43,7 +43,8 @@ from pyrl_ext.ops.squared_relu import squared_relu_grad
 from pyrl_ext.ops.ssd_scan import grad_op as ssd_grad
 from pyrl_ext.ops.swiglu import swiglu_grad
 
-NONE, ZERO = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+NONE = torch.zeros(0, dtype=torch.int64)
+ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 class Bad(NamedTuple):
@@ -88,7 +89,9 @@ def _gather_rows() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("gather_rows", lambda: gather_rows(*args), error, message)
 
-    src, fill, two = torch.zeros(3, 2), torch.zeros(2), torch.tensor([0, 1])
+    src = torch.zeros(3, 2)
+    fill = torch.zeros(2)
+    two = torch.tensor([0, 1])
     row = "expected -1 (fill) or a row of src in [0, 3)"
     floats = Inverse(torch.zeros(4), torch.zeros(2))
     sizes = "starts [0], order [0], expected [3 + 1] and [2]"
@@ -106,7 +109,8 @@ def _gather_rows() -> list[Bad]:
         Bad(
             "invert_rows",
             lambda: invert_rows(torch.tensor([0, 3, 4]), 3),
-            *(IndexError, f"rows[1] is 3, {row}"),
+            IndexError,
+            f"rows[1] is 3, {row}",
         ),
     ]
 
@@ -157,10 +161,8 @@ def _gather_routes() -> list[Bad]:
         )
 
     far = torch.zeros(9, dtype=torch.int64).index_fill(0, torch.tensor([5]), 50)
-    wide, meta = (
-        torch.zeros(50, 5, 4).long(),
-        torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta"),
-    )
+    wide = torch.zeros(50, 5, 4).long()
+    meta = torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta")
     token = "rows[5] is 50, expected -1 (padding) or a token of routes in [0, 50)"
     return [
         bad(ValueError, "num_experts is 3, expected 4", experts=3),
@@ -189,7 +191,8 @@ def _expand_runs() -> list[Bad]:
         zeros = torch.zeros(len(lengths), dtype=torch.int64)
         return bad(ValueError, message, zeros, torch.tensor(lengths), 10)
 
-    two, most = torch.zeros(2, dtype=torch.int64), 2**63 - 1
+    two = torch.zeros(2, dtype=torch.int64)
+    most = 2**63 - 1
     return [
         bad(ValueError, "starts [2] on cpu", two, torch.zeros(3).long(), 1),
         bad(ValueError, "expected [R]", two[None], two[None], 1),
@@ -224,8 +227,11 @@ def _sum_rows() -> list[Bad]:
         bad(TypeError, "src is torch.int64, expected one of", rows, rows, one),
         bad(TypeError, "rows is torch.int32", torch.zeros(2), rows.int(), one),
         bad(
-            *(ValueError, "order [1], expected [N + 1] and [2]"),
-            *(torch.zeros(2), rows, Inverse(rows, rows[:1])),
+            ValueError,
+            "order [1], expected [N + 1] and [2]",
+            torch.zeros(2),
+            rows,
+            Inverse(rows, rows[:1]),
         ),
         bad(ValueError, "src is on meta", torch.zeros(2, device="meta"), rows, one),
         other(given, [0, 0, 2], [0, 2]),
@@ -237,7 +243,8 @@ def _rotary() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any, **how: Any) -> Bad:
         return Bad("rotary", lambda: rotary(*args, **how), error, message)
 
-    heads, turns = torch.zeros(3, 2, 8), torch.zeros(3, 4)
+    heads = torch.zeros(3, 2, 8)
+    turns = torch.zeros(3, 4)
     meta: Any = heads.to("meta")
     return [
         bad(ValueError, "query [3, 8], key", heads[:, 0], heads, turns),
@@ -255,12 +262,14 @@ def _latent_keys() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("latent_keys", lambda: latent_keys(*args), error, message)
 
-    both, shared = torch.zeros(3, 2, 8), torch.zeros(3, 4)
+    both = torch.zeros(3, 2, 8)
+    shared = torch.zeros(3, 4)
     key = torch.zeros(3, 2, 6)
     rows = Bad(
         "latent_keys_grad",
         lambda: latent_keys_grad(key, both[:2], 2),
-        *(ValueError, "value torch.float32 [2, 2, 8], expected [T, heads, plain + R]"),
+        ValueError,
+        "value torch.float32 [2, 2, 8], expected [T, heads, plain + R]",
     )
     return [
         bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
@@ -276,12 +285,14 @@ def _expert_rows() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("expert_rows", lambda: expert_rows(*args), error, message)
 
-    chosen, probs = torch.arange(8).expand(3, 8) < 2, torch.zeros(3, 8)
+    chosen = torch.arange(8).expand(3, 8) < 2
+    probs = torch.zeros(3, 8)
     more = chosen.logical_or(torch.arange(24).view(3, 8) == 13)
     grad = Bad(
         "expert_rows_grad",
         lambda: expert_rows_grad(torch.zeros(5), ZERO, ZERO, 1, 1),
-        *(ValueError, "grad [5], order [1], places [1], expected [T * K] three times"),
+        ValueError,
+        "grad [5], order [1], places [1], expected [T * K] three times",
     )
     return [
         bad(ValueError, "routing_map [3, 8], probs [2, 8], expected [T, E]", chosen, probs[:2], 2),
@@ -302,11 +313,13 @@ def _rms_norm() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("rms_norm", lambda: rms_norm(*args), error, message)
 
-    x, weight = torch.zeros(3, 4), torch.zeros(4)
+    x = torch.zeros(3, 4)
+    weight = torch.zeros(4)
     wide = Bad(
         "rms_norm_grad",
         lambda: rms_norm_grad(x[:2], x, weight, x[:, 0], None),
-        *(ValueError, "grad is torch.float32 [2, 4], expected torch.float32 [3, 4]"),
+        ValueError,
+        "grad is torch.float32 [2, 4], expected torch.float32 [3, 4]",
     )
     return [
         wide,
@@ -324,11 +337,13 @@ def _swiglu() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("swiglu", lambda: swiglu(*args), error, message)
 
-    rows, meta = torch.zeros(3, 8), torch.zeros(3, device="meta")
+    rows = torch.zeros(3, 8)
+    meta = torch.zeros(3, device="meta")
     wide = Bad(
         "swiglu_grad",
         lambda: swiglu_grad(rows, rows, None),
-        *(ValueError, "grad is torch.float32 [3, 8], expected torch.float32 [3, 4]"),
+        ValueError,
+        "grad is torch.float32 [3, 8], expected torch.float32 [3, 4]",
     )
     return [
         bad(ValueError, "gate_up is [3, 7], expected [N, 2 W]", rows[:, 1:]),
@@ -350,11 +365,13 @@ def _squared_relu() -> list[Bad]:
     def bad(error: type[Exception], message: str, *args: Any) -> Bad:
         return Bad("squared_relu", lambda: squared_relu(*args), error, message)
 
-    rows, meta = torch.zeros(3, 8), torch.zeros(3, device="meta")
+    rows = torch.zeros(3, 8)
+    meta = torch.zeros(3, device="meta")
     grad = Bad(
         "squared_relu_grad",
         lambda: squared_relu_grad(rows[:2], rows, rows[:, 0]),
-        *(ValueError, "grad is torch.float32 [2, 8], expected torch.float32 [3, 8]"),
+        ValueError,
+        "grad is torch.float32 [2, 8], expected torch.float32 [3, 8]",
     )
     return [
         bad(ValueError, "x is [3], expected [N, W]", meta, meta),
@@ -374,17 +391,20 @@ def _replay_probs() -> list[Bad]:
         return Bad("replay_probs", lambda: replay_probs(**call), error, message)
 
     def expert(entry: int) -> list[Bad]:
-        scores, ids = torch.zeros(9000, 8), torch.zeros(9000, 2).long()
+        scores = torch.zeros(9000, 8)
+        ids = torch.zeros(9000, 2).long()
         ids[8001, 1] = ids[8500, 0] = entry
         message = f"ids[8001, 1] is {entry}, expected an expert in [0, 8)"
         grad: Bad = Bad(
             "replay_probs_grad",
             lambda: grad_op(scores, scores, ids, "sum", 1),
-            *(IndexError, message),
+            IndexError,
+            message,
         )
         return [bad(IndexError, message, scores=scores, ids=ids), grad]
 
-    many, shapes = torch.zeros(3, 9).long(), "scores [3, 8], ids [4, 2], expected [M, E], [M, K]"
+    many = torch.zeros(3, 9).long()
+    shapes = "scores [3, 8], ids [4, 2], expected [M, E], [M, K]"
     norms = "norm is 'max', expected one of ['none', 'sum', 'softmax']"
     return [
         bad(ValueError, shapes, ids=torch.zeros(4, 2).long()),
@@ -400,7 +420,9 @@ def _replay_probs() -> list[Bad]:
 
 
 def _token_logprob() -> list[Bad]:
-    logits, targets, scale = torch.zeros(9, 10), torch.zeros(9).long(), torch.ones(9)
+    logits = torch.zeros(9, 10)
+    targets = torch.zeros(9).long()
+    scale = torch.ones(9)
     rows = [torch.zeros(9)] * 5
 
     def stats(message: str, *args: Any) -> Bad:
@@ -416,40 +438,56 @@ def _token_logprob() -> list[Bad]:
         stats("targets is on meta, expected cpu", logits, targets.to("meta"), scale, 0, 10),
         stats(
             "keep_mask is torch.bool [9, 9], expected torch.bool",
-            *(logits, targets, scale, 0, 10, mask),
+            logits,
+            targets,
+            scale,
+            0,
+            10,
+            mask,
         ),
         Bad(
             "token_logprob_rows",
             lambda: token_logprob_rows(logits, targets, scale, 11),
-            *(ValueError, "width is 11, expected one in [0, 10]"),
+            ValueError,
+            "width is 11, expected one in [0, 10]",
         ),
         Bad(
             "token_logprob_combine",
             lambda: token_logprob_combine(logits[None, :4], targets, scale, 10),
-            *(ValueError, "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]"),
+            ValueError,
+            "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]",
         ),
         Bad(
             "token_logprob_combine",
             lambda: token_logprob_combine(torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
-            *(ValueError, "stats is torch.float16, targets torch.int64, scale torch.float16"),
+            ValueError,
+            "stats is torch.float16, targets torch.int64, scale torch.float16",
         ),
         Bad(
             "token_logprob_grad",
             lambda: token_logprob_grad(
-                *(logits.double(), targets, scale.double(), 0, 10, *(r.double() for r in rows)),
+                logits.double(),
+                targets,
+                scale.double(),
+                0,
+                10,
+                *(r.double() for r in rows),
                 dtype=torch.bfloat16,
             ),
-            *(ValueError, "dtype is torch.bfloat16 for torch.float64 logits, expected that of"),
+            ValueError,
+            "dtype is torch.bfloat16 for torch.float64 logits, expected that of",
         ),
         Bad(
             "token_logprob_grad",
             lambda: token_logprob_grad(logits, targets, scale, 0, 11, *rows),
-            *(ValueError, "width is 11, expected one in [0, 10]"),
+            ValueError,
+            "width is 11, expected one in [0, 10]",
         ),
         Bad(
             "token_logprob_grad_",
             lambda: token_logprob_grad_(turned, targets, scale, 0, 10, *rows),
-            *(ValueError, "expected contiguous ones"),
+            ValueError,
+            "expected contiguous ones",
         ),
     ]
 
@@ -460,7 +498,9 @@ def _ends(*numbers: int) -> Tensor:
 
 def _sequences() -> list[Bad]:
     """Boundaries, for all operators along sequences."""
-    x, steps, heads = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2, 4)
+    x = torch.zeros(3, 2)
+    steps = torch.zeros(3, 2)
+    heads = torch.zeros(3, 2, 4)
     conv = x, torch.zeros(2, 4), None
     ssd = heads, steps, torch.zeros(2), heads, heads, torch.zeros(2)
     delta = heads, heads, heads, steps, steps
@@ -492,13 +532,16 @@ def _sequences() -> list[Bad]:
 
 
 def _causal_conv1d() -> list[Bad]:
-    x, weight, meta = torch.zeros(3, 2), torch.zeros(2, 4), torch.zeros(2, device="meta")
+    x = torch.zeros(3, 2)
+    weight = torch.zeros(2, 4)
+    meta = torch.zeros(2, device="meta")
 
     def bad(error: type[Exception], message: str, x: Tensor, weight: Tensor, bias: Any) -> Bad:
         run = partial(causal_conv1d, x, weight, bias, _ends(0))
         return Bad("causal_conv1d", run, error, message)
 
-    tall, wide = torch.zeros(3, 4), torch.zeros(2, 5)
+    tall = torch.zeros(3, 4)
+    wide = torch.zeros(2, 5)
     types = "x is torch.float32, weight and bias [torch.bfloat16]"
     return [
         bad(ValueError, "x [3, 2], weight [3, 4], expected [T, D], [D, W]", x, tall, None),
@@ -511,7 +554,9 @@ def _causal_conv1d() -> list[Bad]:
 
 def _ssd_scan() -> list[Bad]:
     def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
-        x, steps, head = torch.zeros(3, 4, 2), torch.zeros(3, 4), torch.zeros(4)
+        x = torch.zeros(3, 4, 2)
+        steps = torch.zeros(3, 4)
+        head = torch.zeros(4)
         call = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
         call |= {"dt_bias": head, "cu_seqlens": _ends(0)} | changed
         return Bad("ssd_scan", lambda: ssd_scan(**call), error, message)
@@ -528,12 +573,14 @@ def _ssd_scan() -> list[Bad]:
 
 def _gated_delta_rule() -> list[Bad]:
     def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
-        heads, gate = torch.zeros(3, 4, 2), torch.zeros(3, 4)
+        heads = torch.zeros(3, 4, 2)
+        gate = torch.zeros(3, 4)
         call = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate} | changed
         return Bad(
             "gated_delta_rule",
             lambda: gated_delta_rule(**call, cu_seqlens=_ends(0)),
-            *(error, message),
+            error,
+            message,
         )
 
     return [

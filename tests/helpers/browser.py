@@ -34,7 +34,8 @@ def look(
         The page as its scripts left it.
     """
     if (browser := find()) is None:
-        raise FileNotFoundError(f"browser: none of {', '.join(BROWSERS)} found. Run make browser")
+        names = ", ".join(BROWSERS)
+        raise FileNotFoundError(f"browser: none of {names} found. Run make .venv/.browser")
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",

@@ -37,10 +37,16 @@ class BusyEngine(Engine):
         error: BaseException | None = None,
         held: bool = False,
     ):
-        self.let_go, self.named, self.held = threading.Condition(), set[int](), held
-        self.wrong, self.error = wrong, error
-        self.random, self.longest, self.fails = random.Random(seed), longest, fails
-        self.version, self.lock = -1, threading.Lock()
+        self.let_go = threading.Condition()
+        self.named = set[int]()
+        self.held = held
+        self.wrong = wrong
+        self.error = error
+        self.random = random.Random(seed)
+        self.longest = longest
+        self.fails = fails
+        self.version = -1
+        self.lock = threading.Lock()
         self.begun: dict[int, int] = {}  # prompt id -> version
         self.threads: set[str] = set()
         self.given: list[Sample] = []
@@ -80,7 +86,8 @@ class BusyEngine(Engine):
     def disproved(self) -> bool:
         if self.version != self.wrong:
             return False
-        self.wrong, self.begun = None, {}
+        self.wrong = None
+        self.begun = {}
         return True
 
     def checksums(self, names: Any) -> dict[str, int]:
@@ -94,7 +101,8 @@ class BusyEngine(Engine):
 
 def of_versions(sample: Sample, first: int, last: int) -> Sample:
     """``sample``, one token of which is of version ``first``, the others of ``last``."""
-    size, seam = sample.tokens.numel(), sample.prompt_len + 1
+    size = sample.tokens.numel()
+    seam = sample.prompt_len + 1
     spans = ((sample.prompt_len, seam, first), (seam, size, last))
     spans = spans if first < last else ()
     mask = torch.arange(size) >= sample.prompt_len

@@ -29,5 +29,5 @@ def assert_goes_on(metrics: dict, weights: dict, wanted: tuple[dict, dict], bf16
     assert metrics == pytest.approx(want, rel=close[0], abs=close[1])
     for key, tensor in weights.items():
         torch.testing.assert_close(
-            *(tensor, want_weights[key]), atol=close_weights[0], rtol=close_weights[1], msg=key
+            tensor, want_weights[key], atol=close_weights[0], rtol=close_weights[1], msg=key
         )

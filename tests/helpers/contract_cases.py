@@ -35,7 +35,8 @@ def real(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) ->
 
 def logprob_args(dtype: torch.dtype) -> tuple[Any, ...]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    logits, targets = real(5, 20, dtype=dtype), torch.tensor([0, 3, 19, 7, 25])
+    logits = real(5, 20, dtype=dtype)
+    targets = torch.tensor([0, 3, 19, 7, 25])
     return logits, targets, 0.5 + real(5, dtype=wide), 0, 17
 
 
@@ -76,7 +77,9 @@ def along_args(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
 
 
 ROWS = torch.tensor([2, -1, 0, 2])
-STARTS, ORDER = torch.tensor([0, 1, 1, 3]), torch.tensor([2, 0, 3, -1])  # ROWS inverted
+# ROWS inverted
+STARTS = torch.tensor([0, 1, 1, 3])
+ORDER = torch.tensor([2, 0, 3, -1])
 IDS = torch.tensor([[0, 5], [3, 1], [7, 6]])
 MAP = torch.zeros(3, 8, dtype=torch.bool).scatter(1, IDS, True)
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -126,8 +129,11 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         f"rms_norm_grad, {dtype}": (
             "rms_norm_grad",
             (
-                *(real(3, 6, dtype=dtype), 1 + real(3, 6, dtype=dtype), real(6, dtype=dtype)),
-                *(real(3, dtype=torch.float32), residual),
+                real(3, 6, dtype=dtype),
+                1 + real(3, 6, dtype=dtype),
+                real(6, dtype=dtype),
+                real(3, dtype=torch.float32),
+                residual,
             ),
         )
         for dtype, residual in (
@@ -163,7 +169,8 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
             real(6, grad=True),
             torch.tensor([0, 3, 1, 2, 4, 5]),
             torch.tensor([0, 9, 11, 5, 22, 23]),
-            *(3, 8),
+            3,
+            8,
         ),
     ),
     "expand_runs": ("expand_runs", (torch.tensor([2, -1]), torch.tensor([3, 2]), 7)),
@@ -172,8 +179,13 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         f"rotary, {source}": (
             "rotary",
             (
-                *(real(3, 2, 8, grad=True), real(3, 1, 6, grad=True), real(3, 4)),
-                *(True, source, "halves", False),
+                real(3, 2, 8, grad=True),
+                real(3, 1, 6, grad=True),
+                real(3, 4),
+                True,
+                source,
+                "halves",
+                False,
             ),
         )
         for source in ("halves", "neighbours")

@@ -8,7 +8,7 @@ from typing import Any
 from pyrl_ext.data.environment import Reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.rollout.turns.conversation import Conversation, Manner
+from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.scripted import ScriptedEngine
@@ -37,7 +37,7 @@ class Mixed:
         return inner.start(prompt)
 
 
-def manner(make: Callable[[], Any], **turns: Any) -> Manner:
+def manner(make: Callable[[], Any], **turns: Any) -> ConversationConfig:
     """Conversations of at most 32 tokens, four a turn."""
     options: dict[str, Any] = {
         "max_tokens": 32,
@@ -46,7 +46,7 @@ def manner(make: Callable[[], Any], **turns: Any) -> Manner:
     } | turns
     reader = Reader(TOKENIZER, 128, options["max_observation_tokens"])
     section = Turns(environment="test", **options)
-    return Manner(make, reader, TOKENIZER.decode, (EOS,), section, max_new_tokens=4)
+    return ConversationConfig(make, reader, TOKENIZER.decode, (EOS,), section, max_new_tokens=4)
 
 
 def hold(
@@ -55,7 +55,7 @@ def hold(
     prompts: int = 2,
     size: int = 2,
     notes: list[str] | None = None,
-    kept_sets: bool = False,
+    sampling_mask: bool = False,
     **turns: Any,
 ) -> tuple[dict[tuple[int, int], Conversation], Feed]:
     """All conversations of ``prompts``, by (prompt id, index), and their feed."""
@@ -65,7 +65,7 @@ def hold(
     feed = Feed(asked, size, manner(mixed, **turns), lambda kind, text: told.append(text))
     engine = engine or ScriptedEngine(three_then_stop)
     sampling = Sampling(
-        max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size, kept_sets=kept_sets
+        max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size, sampling_mask=sampling_mask
     )
     over = [each for _, some in converse(engine, feed, sampling) for each in some]
     return {(each.prompt.id, each.index): each for each in over}, feed

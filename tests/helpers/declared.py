@@ -38,7 +38,8 @@ class DeclaredFinder:
 
 def brought_by(requirements: Iterable[str]) -> set[str]:
     """Names of the distributions that pip installs for ``requirements``, of what is here."""
-    left, seen = [Requirement(each) for each in requirements], set[tuple[str, str]]()
+    left = [Requirement(each) for each in requirements]
+    seen = set[tuple[str, str]]()
     while left:
         requirement = left.pop()
         name = canonicalize_name(requirement.name)

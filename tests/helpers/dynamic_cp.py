@@ -26,7 +26,8 @@ def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], 
     ranks = least * draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 24]))
     sizes = [s for s in (least * 2**i for i in range(8)) if s <= ranks]
     most = draw(st.sampled_from([*sizes, ranks, None]))
-    tp, tile = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 8, 32]))
+    tp = draw(st.sampled_from([1, 2]))
+    tile = draw(st.sampled_from([1, 8, 32]))
     limit = draw(st.integers(1, 12)) * alignment(tp, 2, 16)
     top = limit * (ranks if most is None else most) // alignment(tp, most or ranks, tile)
     top *= alignment(tp, most or ranks, tile)
@@ -43,11 +44,13 @@ def least_makespan(problem: Problem) -> float:
     Any groups whose sizes add up to at most the ranks are counted, wherever they would begin. A
     microbatch without samples is one more only if every other one has a single sample.
     """
-    sets, ranks = 1 << len(problem.lengths), problem.num_ranks
+    sets = 1 << len(problem.lengths)
+    ranks = problem.num_ranks
     group = [_group_seconds(problem, size) for size in problem.sizes]
     # microbatch[r][held]: the slowest group when `held` runs on r ranks at once
     microbatch = [[0.0] + [math.inf] * (sets - 1) for _ in range(ranks + 1)]
-    samples, multiple = len(problem.lengths), problem.multiple
+    samples = len(problem.lengths)
+    multiple = problem.multiple
     # total[n][held]: the slowest groups of n microbatches that hold samples
     total = [[math.inf] * sets for _ in range(samples + 1)]
     total[0][0] = 0.0
@@ -82,7 +85,8 @@ def _group_seconds(problem: Problem, size: CpSize) -> list[float]:
 
 def _with_lowest(held: int) -> Iterator[int]:
     """Every part of a set that has its lowest element."""
-    lowest, part = held & -held, held
+    lowest = held & -held
+    part = held
     while part:
         if part & lowest:
             yield part

@@ -76,10 +76,8 @@ def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, weight_grad = (
-        torch.empty_like(gate_up),
-        torch.empty(len(gate_up) if weight is not None else 0),
-    )
+    out = torch.empty_like(gate_up)
+    weight_grad = torch.empty(len(gate_up) if weight is not None else 0)
     C.swiglu_emulated(args=swiglu_arguments(gate_up, weight, grad, out, weight_grad))
     return out, weight_grad
 

@@ -126,7 +126,8 @@ def assert_matches_plain(
     model: Any, sample: Sample, sampling: Sampling, **images: torch.Tensor
 ) -> None:
     logits, routes = plain(model, sample.tokens, **images)
-    size, start = len(sample.tokens), sample.prompt_len
+    size = len(sample.tokens)
+    start = sample.prompt_len
     expected = processed_logprobs(logits[start - 1 : -1], sampling)
     chosen = sample.tokens[start:, None]
     torch.testing.assert_close(
@@ -147,7 +148,8 @@ def assert_same(got: list[Sample], expected: list[Sample]) -> None:
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         for field in dataclasses.fields(Sample):
-            x, y = getattr(a, field.name), getattr(b, field.name)
+            x = getattr(a, field.name)
+            y = getattr(b, field.name)
             if isinstance(y, torch.Tensor):
                 assert x.dtype == y.dtype and torch.equal(x, y), field.name
             elif field.name == "images":
@@ -167,7 +169,8 @@ class Disturbed:
     """An engine that is handed other tensors than were sent."""
 
     def __init__(self, engine: Any, disturb: Callable[[Named], Named]):
-        self.engine, self.disturb = engine, disturb
+        self.engine = engine
+        self.disturb = disturb
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -180,7 +183,8 @@ class Stale:
     """One tensor stays what it was at first."""
 
     def __init__(self, name: str):
-        self.name, self.first = name, None
+        self.name = name
+        self.first = None
 
     def __call__(self, named: Named) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:

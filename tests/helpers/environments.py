@@ -269,4 +269,5 @@ class Asks(Good):
 
     def __init__(self, size: int, tokenizer: Any):
         super().__init__()
-        self.size, self.tokenizer = size, tokenizer
+        self.size = size
+        self.tokenizer = tokenizer

@@ -21,7 +21,8 @@ PROMPT = 2  # tokens of every prompt
 
 def drawn(lengths: Sequence[int]) -> WholeBatch:
     """Random samples of so many rows: numbers, no model."""
-    rows, g = sum(lengths), torch.Generator().manual_seed(0)
+    rows = sum(lengths)
+    g = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 90, (rows + 1,), generator=g)
 
     def logprobs() -> torch.Tensor:
@@ -46,11 +47,14 @@ def drawn(lengths: Sequence[int]) -> WholeBatch:
 def turns_of(length: int) -> list[tuple[int, int]]:
     """The spans that turns sample in a trajectory of so many tokens: 1 to 5 each, with 0 to 3
     observed tokens between them."""
-    spans, at, turn = list[tuple[int, int]](), PROMPT, 0
+    spans = list[tuple[int, int]]()
+    at = PROMPT
+    turn = 0
     while at < length:
         end = min(at + 1 + (3 * turn + length) % 5, length)
         spans.append((at, end))
-        at, turn = end + (turn + length) % 4, turn + 1
+        at = end + (turn + length) % 4
+        turn = turn + 1
     return spans
 
 
@@ -74,7 +78,8 @@ def cut(
 
     Returns: the samples; [T] int64, the row of ``batch`` of each of their rows.
     """
-    found, rows = list[Sample](), list[torch.Tensor]()
+    found = list[Sample]()
+    rows = list[torch.Tensor]()
     for number, reward in enumerate(rewards):
         first, end = batch.starts[number : number + 2]
         spans = turns_of(int(end - first) + 1)
@@ -95,7 +100,9 @@ def cut(
 
 def sample_of(batch: WholeBatch, number: int, spans: list[tuple[int, int]]) -> Sample:
     """Sample ``number`` of ``batch`` up to the last of ``spans``, in which it was sampled."""
-    first, stop, none = int(batch.starts[number]), spans[-1][1], torch.zeros(1)
+    first = int(batch.starts[number])
+    stop = spans[-1][1]
+    none = torch.zeros(1)
     rows = slice(first, first + stop - 1)
     sampled = torch.zeros(stop, dtype=torch.bool)
     for begin, end in spans:

@@ -11,15 +11,43 @@ from pyrl_ext.rollout.remote.guard import TABLE
 SECRETS = {"generate": "g" * 32, "control": "c" * 32}
 CALLERS = {"nobody": "", "stranger": "x" * 32, **SECRETS}
 
-# what vLLM serves beside, and what a server may take for a path of the table
+# what vLLM serves next to, and what a server may take for a path of the table
 ODD = (
-    *("/", "//health", "/health/", "/Health", "/%68ealth", "/./health", "/x/../health"),
-    *("//collective_rpc", "/collective_rpc/", "/Collective_RPC", "/collective%5Frpc"),
-    *("/inference/v1/generate/", "/inference//v1/generate", "/pause/", "//pause", "/pause%2F"),
-    *("/invocations", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v2/rerank"),
-    *("/sleep", "/wake_up", "/server_info", "/update_weight_version", "/tokenize", "/docs"),
-    *("/openapi.json", "/start_draft_weight_update", "/load", "/version", "/reset_mm_cache"),
-    *("/inference/v1/abort_requests", "/scale_elastic_ep", "/start_profile"),
+    "/",
+    "//health",
+    "/health/",
+    "/Health",
+    "/%68ealth",
+    "/./health",
+    "/x/../health",
+    "//collective_rpc",
+    "/collective_rpc/",
+    "/Collective_RPC",
+    "/collective%5Frpc",
+    "/inference/v1/generate/",
+    "/inference//v1/generate",
+    "/pause/",
+    "//pause",
+    "/pause%2F",
+    "/invocations",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v2/rerank",
+    "/sleep",
+    "/wake_up",
+    "/server_info",
+    "/update_weight_version",
+    "/tokenize",
+    "/docs",
+    "/openapi.json",
+    "/start_draft_weight_update",
+    "/load",
+    "/version",
+    "/reset_mm_cache",
+    "/inference/v1/abort_requests",
+    "/scale_elastic_ep",
+    "/start_profile",
 )
 
 
@@ -31,7 +59,7 @@ def key_folder(folder: Path) -> Path:
 
 
 def expected(path: str, caller: str) -> bool:
-    """Whether the caller's call reaches the server behind the guard."""
+    """True if the caller's call reaches the server behind the guard."""
     if path not in TABLE:
         return False
     whose = TABLE[path][1]

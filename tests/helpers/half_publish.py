@@ -22,7 +22,8 @@ from tests.helpers.tiny import tiny_plan
 
 def main() -> None:
     plan = tiny_plan(*sys.argv[1:])
-    shapes, loop = shapes_of(plan), asyncio.new_event_loop()
+    shapes = shapes_of(plan)
+    loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     def half() -> Iterator[tuple[str, Tensor]]:

@@ -114,7 +114,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             ip("netns", "add", host.name)
             undo.callback(ip, "netns", "del", host.name)
             undo.callback(host.end)
-            here, there = ("name", "eth0", "netns", host.name), ("name", host.name, "netns", switch)
+            here = ("name", "eth0", "netns", host.name)
+            there = ("name", host.name, "netns", switch)
             ip("link", "add", *here, "type", "veth", "peer", *there)
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):

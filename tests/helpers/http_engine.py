@@ -20,7 +20,10 @@ from aiohttp import web
 from pyrl_ext.rollout.remote.client import Keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request
 
-LAYERS, EXPERTS, K, VOCAB = 4, 8, 2, 100
+LAYERS = 4
+EXPERTS = 8
+K = 2
+VOCAB = 100
 Messages = list[dict[str, Any]]
 Twist = Callable[[Request, Messages], list[Any]]
 
@@ -38,7 +41,8 @@ def rows_of(tokens: Sequence[int], begin: int, end: int) -> np.ndarray:
     """Routes of the tokens [begin, end), a function of each token and its place."""
     wanted = np.arange(begin, end)[:, None, None]
     ids = np.array(tokens[begin:end], dtype=np.int64)[:, None, None]
-    layer, slot = np.arange(LAYERS)[:, None], np.arange(K)
+    layer = np.arange(LAYERS)[:, None]
+    slot = np.arange(K)
     return ((ids + wanted + 3 * layer + slot) % EXPERTS).astype(np.uint8)
 
 
@@ -61,7 +65,9 @@ class HttpEngine:
     """
 
     def __init__(self, seconds: float = 0.0, keys: Keys | None = None):
-        self.version, self.seconds, self.keys = 1, seconds, keys or Keys()
+        self.version = 1
+        self.seconds = seconds
+        self.keys = keys or Keys()
         self.stops: int | None = None
         self.hangs_after: int | None = None
         self.busy = self.drop_next = self.forgets = False
@@ -74,7 +80,8 @@ class HttpEngine:
         self.generated = 0
         self._transports: set[Any] = set()
         self._loop = asyncio.new_event_loop()
-        self._aborts, self._ends = asyncio.Event(), asyncio.Event()
+        self._aborts = asyncio.Event()
+        self._ends = asyncio.Event()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         started = threading.Event()
@@ -200,7 +207,9 @@ class HttpEngine:
         self, asked: Request, aborts: asyncio.Event, reply: web.StreamResponse
     ) -> list[Any]:
         """Sends the tokens but the last, or none if something twists them; returns the rest."""
-        tokens, spans, first = list(asked.token_ids), list[list[int]](), len(asked.token_ids)
+        tokens = list(asked.token_ids)
+        spans = list[list[int]]()
+        first = len(asked.token_ids)
         waiting: Messages = []
         finish = "length"
         for place in range(first, first + asked.max_tokens):
@@ -230,7 +239,8 @@ class HttpEngine:
                 waiting.append(whole.message(count - 1, last=False))
                 if self.twist is None:
                     await self._send(reply, waiting.pop())
-        whole, sent = self._answer(asked, tokens, spans, finish), len(tokens) - first
+        whole = self._answer(asked, tokens, spans, finish)
+        sent = len(tokens) - first
         begin = sent if finish == "abort" else sent - 1
         waiting.append(whole.message(begin) | {"usage": whole.usage()})
         return waiting if self.twist is None else self.twist(asked, waiting)
@@ -253,7 +263,8 @@ class HttpEngine:
 def request_of(prompt: int, index: int = 0, budget: int = 12, **fields: Any) -> Request:
     """A request of one sample; its random stream is (7, prompt, index)."""
     context = (5, 6, 7 + prompt % 50)
-    name, stream = f"{prompt}-{index}", (7, prompt, index)
+    name = f"{prompt}-{index}"
+    stream = (7, prompt, index)
     return Request(name, context, budget, random_stream=stream, **fields)
 
 

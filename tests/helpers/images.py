@@ -10,7 +10,9 @@ from pyrl_ext.data.images import Scale
 from pyrl_ext.samples import Image, Prompt
 from tests.helpers.engines import GLM, QWEN
 
-PAD, START, END = 70, 71, 72
+PAD = 70
+START = 71
+END = 72
 SCALE = Scale(torch.tensor(1 / 64), torch.tensor(-2.0))
 IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

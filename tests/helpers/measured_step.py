@@ -82,7 +82,9 @@ class _Held:
     """A saved tensor, as long as autograd keeps it."""
 
     def __init__(self, saved: Saved, tensor: Tensor):
-        self.saved, self.tensor = saved, tensor.detach()  # an output would keep its own graph alive
+        # an output would keep its own graph alive
+        self.saved = saved
+        self.tensor = tensor.detach()
         saved.add(self.tensor)
 
     def __del__(self) -> None:
@@ -149,9 +151,11 @@ class Bench:
     """
 
     def __init__(self, plan: Plan, topo: Topology):
-        self.plan, self.topo = plan, topo
+        self.plan = plan
+        self.topo = topo
         self.step = build_step(plan, topo)
-        self.policy, self.reference = self.step.policy, self.step.reference
+        self.policy = self.step.policy
+        self.reference = self.step.reference
         self.longest = 0
 
     def run(self, number: int, phase: Phase) -> BatchShard:
@@ -235,11 +239,12 @@ def _parameters(module: Module) -> list[Tensor]:
 
 
 def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
-    """Measure what this rank held and took in a step, beside the prediction for its rows.
+    """Measure what this rank held and took in a step, next to the prediction for its rows.
 
     Communicates, Syncs: as steps of the run.
     """
-    bench, found = Bench(plan, topo), Measured(Load.most(plan))
+    bench = Bench(plan, topo)
+    found = Measured(Load.most(plan))
     counts_time = topo.device.type == "cpu"
     bench.run(0, Clock())
     clock = Clock(torch.cuda.synchronize if on_gpu(topo.device) else None)
@@ -267,7 +272,8 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
         if images.patches is not None:
             found.items["patches of the batch"] = images.patches.nbytes
         if place := topo.of(name):
-            work, sizes = images.work, images.work.images.patches
+            work = images.work
+            sizes = images.work.images.patches
             each = [sizes[work.ids(m, place.dp_rank)].sum() for m in range(len(work.schedule))]
             most = max(1, int(max(each)))
             keys = plan.modules[name].model_copy(update={"patches_per_microbatch": most})

@@ -168,7 +168,8 @@ def plan_of(folder, *overrides):
 
 def exact_logprobs(model, batch):
     """[T] fp32, of each row's target, one sequence at a time."""
-    found, first = [], 0
+    found = []
+    first = 0
     for length in batch.seqlens:
         rows = slice(first, first + length)
         with torch.no_grad():
@@ -181,7 +182,8 @@ def exact_logprobs(model, batch):
 def one_update(plan):
     """(log-probs, metrics, weights before and after) of an update, on this rank."""
     with topology.start(plan) as topo:
-        policy, batch = Policy.build(plan, topo), random_batch()
+        policy = Policy.build(plan, topo)
+        batch = random_batch()
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
         schedule = plan_microbatches(batch.seqlens, *sizes)

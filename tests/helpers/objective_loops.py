@@ -76,7 +76,8 @@ def sample_terms(
     c: Any, now: list[float], frozen: list[float], m: Minibatch, i: int
 ) -> list[float]:
     """The loss of each loss token of sample ``i``."""
-    at, adv = m.tokens(i), m.advantages[i]
+    at = m.tokens(i)
+    adv = m.advantages[i]
     anchor = m.old[i] if c.anchor == "old" else m.rollout[i]
     found = []
     for t in at:
@@ -85,7 +86,9 @@ def sample_terms(
             d = mean([now[u] - anchor[u] for u in at])
         if c.ratio == "sequence_token":
             d = mean([frozen[u] - anchor[u] for u in at]) + now[t] - frozen[t]
-        r, low, high = math.exp(d), 1 - c.clip_low, 1 + c.clip_high
+        r = math.exp(d)
+        low = 1 - c.clip_low
+        high = 1 + c.clip_high
         if c.loss == "ppo":
             policy = max(-adv * r, -adv * min(max(r, low), high))
             if c.dual_clip is not None and adv < 0:
@@ -122,7 +125,8 @@ def extras(c: Any, now: Any, frozen: Any, anchor: Any, m: Minibatch, i: int, t: 
 
     total = -c.entropy_coef * m.entropy[i][t]
     if c.kl_coef and c.kl_in == "loss":
-        k, k0 = now[t] - m.ref[i][t], frozen[t] - m.ref[i][t]
+        k = now[t] - m.ref[i][t]
+        k0 = frozen[t] - m.ref[i][t]
         r, r0 = (math.exp(x - anchor[t]) for x in (now[t], frozen[t]))
         if c.kl_weight == "none":
             r = r0 = 1.0

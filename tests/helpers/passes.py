@@ -30,7 +30,8 @@ class WholeBatch(Batch):
 
 def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     """This rank's shard of a whole batch that it holds itself, so that nothing moves."""
-    plan, topo = policy.plan, policy.topo
+    plan = policy.plan
+    topo = policy.topo
     index = index_of(batch, topo.rank, plan.num_mtp_layers)
     schedule = schedule.padded(topo.pp_size if topo.vpp_size else 1)
     shard, moved = shard_batch(batch, index, [schedule], plan, topo)

@@ -54,7 +54,8 @@ def even_after_ctrl_c(prompt: Prompt, text: str, tokens: list[int]) -> float:
 
 def write_run(folder: Path) -> Path:
     """Prompts with 0, 1 and 2 pictures, and the YAML of a run on them."""
-    draw, records = np.random.default_rng(0), list[Any]()
+    draw = np.random.default_rng(0)
+    records = list[Any]()
     for number, sizes in enumerate(SIZES):
         parts: list[dict[str, str]] = [{"type": "text", "text": f"{number} "}]
         for at in range(0, len(sizes), 2):

@@ -15,11 +15,13 @@ from pyrl_ext.pack.batch import Batch
 
 def local_rows(batch: Batch, ids, place, tile: int = 1) -> list[int]:
     """Row of the batch in each row of this context-parallel rank, -1 = padding; one by one."""
-    cp, tp = place.cp_size, place.tp_size
+    cp = place.cp_size
+    tp = place.tp_size
     unit = math.lcm(tp if cp == 1 else 2 * cp * tp, tile * tp * cp)
     rows: list[int] = []
     for i in ids:
-        first, length = sum(batch.seqlens[:i]), batch.seqlens[i]
+        first = sum(batch.seqlens[:i])
+        length = batch.seqlens[i]
         padded = -(-length // unit) * unit
         whole = [first + t if t < length else -1 for t in range(padded)]
         if cp == 1:
@@ -40,7 +42,8 @@ class Probe:
     def __init__(self, policy):
         from megatron.core.transformer.moe.router import TopKRouter
 
-        self.topo, self.sizes = policy.topo, policy.plan.sizes
+        self.topo = policy.topo
+        self.sizes = policy.plan.sizes
         self.tile = policy.plan.tile_rows
         self.recompute = policy.plan.model.recompute != "none"
         self.checked = 0
@@ -53,7 +56,9 @@ class Probe:
 
     def expect(self, batch: Batch, schedule, training: bool, replay: bool = True) -> None:
         """The pass that comes is over ``batch``, cut by ``schedule``."""
-        self.batch, self.training, self.replay = batch, training, replay
+        self.batch = batch
+        self.training = training
+        self.replay = replay
         groups = (schedule.group_of(m, self.topo.grid_rank) for m in range(len(schedule)))
         self.rows = [
             local_rows(batch, group.samples, self.topo.place(group.cp_size), self.tile)

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 def in_given_memory(stream):
     """(name, tensor) of ``stream`` in two buffers in turn, as a sender's."""
-    turns, memory = cycle((0, 1)), {}
+    turns = cycle((0, 1))
+    memory = {}
 
     def allocate(size):
         turn = next(turns)
@@ -28,7 +29,8 @@ class Held(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive, self.peak = {}, 0
+        self.alive = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before = {id_of(each) for each in tree_leaves((args, kwargs))}

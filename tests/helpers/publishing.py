@@ -34,7 +34,7 @@ class Trainer:
         stack.callback(self.loop.call_soon_threadsafe, self.loop.stop)
         self.servers = [Server(address) for address in addresses]
         stack.callback(lambda: [self.run(server.close()) for server in self.servers])
-        held = Destinations.on_paper(GLM)
+        held = Destinations.from_config(GLM)
         self.shapes = {name: held.shape(name) for name in held.parts}
 
     def run(self, work: Any) -> Any:

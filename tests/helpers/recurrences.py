@@ -81,7 +81,8 @@ def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor
 ) -> Tensor:
     B, C = (each.repeat_interleave(x.shape[1] // B.shape[1], 1) for each in (B, C))
-    state, out = x.new_zeros(x.shape[1], B.shape[2], x.shape[2]), [x[:0]]
+    state = x.new_zeros(x.shape[1], B.shape[2], x.shape[2])
+    out = [x[:0]]
     for t in range(len(x)):
         s = F.softplus(dt[t] + dt_bias)[:, None, None]
         state = torch.exp(s * A[:, None, None]) * state + s * B[t, :, :, None] * x[t, :, None]
@@ -90,7 +91,8 @@ def ssd(
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    state, out = q.new_zeros(*q.shape[1:], v.shape[2]), [v[:0]]
+    state = q.new_zeros(*q.shape[1:], v.shape[2])
+    out = [v[:0]]
     for t in range(len(q)):
         state = g[t].exp()[:, None, None] * state
         missed = v[t, :, None] - k[t, :, None] @ state
@@ -100,16 +102,25 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
 
 
 def _ssd_given(rows: int, random: Callable[..., Tensor]) -> list[Tensor]:
-    heads, groups, width, size = 4, 2, 5, 6
+    heads = 4
+    groups = 2
+    width = 5
+    size = 6
     shared = random(rows, groups, size), random(rows, groups, size)
     return [
-        *(random(rows, heads, width), random(rows, heads) - 1, -random(heads).exp()),
-        *(*shared, random(heads), random(heads)),
+        random(rows, heads, width),
+        random(rows, heads) - 1,
+        -random(heads).exp(),
+        *shared,
+        random(heads),
+        random(heads),
     ]
 
 
 def _delta_given(rows: int, random: Callable[..., Tensor]) -> list[Tensor]:
-    heads, size, width = 3, 6, 5
+    heads = 3
+    size = 6
+    width = 5
     keys = (F.normalize(random(rows, heads, size), dim=-1) for _ in range(2))
     gates = -random(rows, heads).exp(), random(rows, heads).sigmoid()
     return [*keys, random(rows, heads, width), *gates]

@@ -45,7 +45,8 @@ def data_of(page: str) -> dict:
 def opened(folder: Path, *paths: Path, dark: bool = False, width: int = 1280) -> dict:
     """The findings of measure_run_page.js in the page of some runs; its picture is page.png of
     ``folder``."""
-    copy, picture = folder / "page.html", folder / "page.png"
+    copy = folder / "page.html"
+    picture = folder / "page.png"
     script = Path(browser.__file__).with_name("measure_run_page.js").read_text(encoding="utf-8")
     page = re.sub(r"<meta http-equiv.*?>", "", page_of(*paths), count=1)  # lets the script in
     copy.write_text(page.replace("</body>", f"<script>{script}</script></body>"))

@@ -7,7 +7,9 @@ import torch
 
 from pyrl_ext.samples import Sample
 
-LAYERS, TOPK, EXPERTS = (1, 2, 5), 4, 16
+LAYERS = (1, 2, 5)
+TOPK = 4
+EXPERTS = 16
 
 
 def distinct_routes(rng: np.random.Generator, tokens: int, num_experts: int) -> torch.Tensor:
@@ -49,7 +51,8 @@ def make_samples(groups: int = 4, size: int = 2, **kwargs) -> list[Sample]:
 def with_kept(sample: Sample, vocab_size: int, largest: int = 6) -> Sample:
     """The sample with sets of up to ``largest`` tokens that each of its response was drawn from."""
     rng = np.random.default_rng((sample.prompt_id, sample.index, 7))
-    counts, ids = [-1] * sample.prompt_len, []
+    counts = [-1] * sample.prompt_len
+    ids = []
     for token in sample.response:
         others = rng.choice(vocab_size, rng.integers(0, largest), replace=False).tolist()
         counts.append(len({token, *others}))

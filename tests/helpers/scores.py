@@ -1,4 +1,4 @@
-"""The trainer's log-probs beside recorded samples, against the samples and a metric."""
+"""The trainer's log-probs next to recorded samples, against the samples and a metric."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ def check_scores(folder: Path, step: int, mean: float, dropped: int = 0) -> None
     Args:
         dropped: samples that were recorded and not trained on.
     """
-    scores, gaps = load_scores(folder, step), []
+    scores = load_scores(folder, step)
+    gaps = []
     files = folder.glob(f"step-{step:06d}*.safetensors")
     samples = [sample for file in files for sample in load_samples(file)]
     assert len(scores) == len(samples) - dropped

@@ -31,8 +31,11 @@ class ScriptedEngine(Engine):
         rerouted: Collection[tuple[int, int]] = (),
         unrouted: Collection[tuple[int, int]] = (),
     ):
-        self.script, self.together = script, together
-        self.rerouted, self.unrouted, self.version = rerouted, unrouted, 0
+        self.script = script
+        self.together = together
+        self.rerouted = rerouted
+        self.unrouted = unrouted
+        self.version = 0
         self.turns: list[Turn] = []
 
     @property
@@ -71,13 +74,15 @@ class ScriptedEngine(Engine):
                 return
             waiting += turns or []
             self.turns += turns or []
-            now, waiting = waiting[: self.together], waiting[self.together :]
+            now = waiting[: self.together]
+            waiting = waiting[self.together :]
             for turn in now:
                 yield self.sampled(turn, sampling)
 
     def sampled(self, turn: Turn, sampling: Sampling) -> Sample:
         """The sample of one turn."""
-        known, new = list(turn.prompt.tokens), list[int]()
+        known = list(turn.prompt.tokens)
+        new = list[int]()
         while len(new) < turn.max_new_tokens and not (new and new[-1] in sampling.stop_ids):
             new.append(self.script(turn.prompt.id, turn.index, len(known) + len(new)))
         tokens = torch.tensor(known + new)
@@ -101,7 +106,7 @@ class ScriptedEngine(Engine):
             route_mask=routed,
             weight_version=self.version,
             finish_reason="stop" if new[-1] in sampling.stop_ids else "length",
-            **self._kept(known, new) if sampling.kept_sets else {},
+            **self._kept(known, new) if sampling.sampling_mask else {},
         )
 
     def _kept(self, known: list[int], new: list[int]) -> dict[str, Any]:

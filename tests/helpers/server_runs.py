@@ -18,7 +18,10 @@ from tests.helpers.tiny import CONFIG, QUICK
 # longer responses: a server dies while it generates
 COMMON = (
     *(each for each in QUICK if "max_new_tokens" not in each),
-    *("rollout.max_new_tokens=24", "steps=3", "evaluate.every=2", "checkpoint.every=0"),
+    "rollout.max_new_tokens=24",
+    "steps=3",
+    "evaluate.every=2",
+    "checkpoint.every=0",
 )
 
 
@@ -45,7 +48,8 @@ SAME = ("reward", "loss", "grad_norm", "policy/", "mismatch/", "route/", "rollou
 
 def assert_same(folder: Path, other: Path) -> None:
     """The same samples, and numbers equal up to the rounding of batches of other sizes."""
-    rows, others = rows_of(folder), rows_of(other)
+    rows = rows_of(folder)
+    others = rows_of(other)
     assert len(rows) == len(others) == 4  # the last one is of the last evaluation
     for row, expected in zip(rows, others, strict=True):
         assert_same_row(row, expected)

@@ -22,7 +22,8 @@ class Gate:
     """Holds an engine's forwards; `allow` lets some of them run."""
 
     def __init__(self, engine: HFEngine):
-        self._free, self.waits = threading.Semaphore(0), threading.Event()
+        self._free = threading.Semaphore(0)
+        self.waits = threading.Event()
         self._open = False
         engine.model.register_forward_pre_hook(self._pass)
 
@@ -50,7 +51,9 @@ class Client:
     """Calls of one server."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, server: Server):
-        self.http, self.url, self.server = http, url, server
+        self.http = http
+        self.url = url
+        self.server = server
 
     async def generate(self, request: Request) -> Answer:
         async with self.http.post(self.url + GENERATE, json=request.to_json()) as reply:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.parallel.topology import Topology
@@ -17,10 +17,15 @@ from tests.helpers.passes import WholeBatch
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 QWEN3 = CONFIG.with_name("tiny_qwen3.yaml")
-LAYERS, EXPERTS, TOPK = (1, 2, 3), 8, 2
+LAYERS = (1, 2, 3)
+EXPERTS = 8
+TOPK = 2
 QUICK = (  # a training step in a second
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("evaluate.prompts=8", "log.progress=false"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "evaluate.prompts=8",
+    "log.progress=false",
 )
 
 
@@ -98,7 +103,8 @@ def random_batch(
 
 def random_sets(batch: Batch, largest: int, generator: torch.Generator) -> KeptSets:
     """One to ``largest`` tokens for each loss token, itself among them; none for other rows."""
-    counts, ids = list[int](), list[int]()
+    counts = list[int]()
+    ids = list[int]()
     for target, mask in zip(batch.targets.tolist(), batch.loss_mask.tolist(), strict=True):
         size = int(torch.randint(0, largest, (), generator=generator))
         each = {target, *torch.randint(3, 128, (size,), generator=generator).tolist()}

@@ -30,8 +30,12 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.module import Module
 from tests.helpers.passes import WholeBatch
 
-MERGE, PIXELS = 2, 12  # patches a side of a row's square, numbers of a patch
-WIDTH, LAYERS, HEADS = 32, 2, 4
+# patches a side of a row's square, numbers of a patch
+MERGE = 2
+PIXELS = 12
+WIDTH = 32
+LAYERS = 2
+HEADS = 4
 IMAGE_TOKEN = 3
 
 
@@ -101,7 +105,8 @@ class Tower(MegatronModule):
         from pyrl_ext.megatron.local_layers import RMSNorm
 
         super().__init__(config=config)
-        self.first, self.last = topo.is_first_stage, topo.is_last_stage
+        self.first = topo.is_first_stage
+        self.last = topo.is_last_stage
         self.pg_collection = topo.groups
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
@@ -236,11 +241,13 @@ def with_images(
     """``batch`` with images in two of three samples that are long enough; some have several."""
     rng = np.random.default_rng(seed)
     tables: dict[str, list] = {kind: [] for kind in kinds}
-    tokens, mask = batch.tokens.clone(), batch.loss_mask.clone()
+    tokens = batch.tokens.clone()
+    mask = batch.loss_mask.clone()
     for sample, length in enumerate(batch.seqlens):
         row = int(rng.integers(1, 3))
         for number in range(int(rng.integers(0, 3)) if sample % 3 else 0):
-            h, w = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+            h = int(rng.integers(1, 4))
+            w = int(rng.integers(1, 3))
             if row + h * w + 1 >= length:
                 break
             kind = kinds[(sample + number) % len(kinds)]
@@ -249,7 +256,8 @@ def with_images(
             tokens[start : start + h * w] = IMAGE_TOKEN
             mask[max(0, start - 1) : start + h * w - 1] = False
             row += h * w + int(rng.integers(0, 3))
-    images, pixels = {}, {}
+    images = {}
+    pixels = {}
     for kind, table in tables.items():
         columns = zip(*table, strict=True) if table else ([], [], [], np.empty((0, 3)))
         images[kind] = Images(*(np.asarray(c, np.int64) for c in columns))
@@ -306,7 +314,8 @@ class InProcess:
     """
 
     def __init__(self, tower: Any, width: int | None = None):
-        self.tower, self.width = tower, width
+        self.tower = tower
+        self.width = width
         self.images: Any = None  # of the pass
 
     def take(self, routes: Any, microbatch: int) -> list[tuple[Tensor, Tensor]]:

@@ -92,7 +92,9 @@ def counted() -> Iterator[Traffic]:
             if hasattr(dist.ProcessGroup, name):
                 wrapped = _collective(traffic, name, place, getattr(dist.ProcessGroup, name))
                 stack.enter_context(patch.object(dist.ProcessGroup, name, wrapped))
-        new_group, multi_get = dist.new_group, dist.PrefixStore.multi_get  # pyright: ignore
+        # pyright: ignore
+        new_group = dist.new_group
+        multi_get = dist.PrefixStore.multi_get
 
         def made(ranks: list[int], **named: Any) -> Any:
             traffic.new_groups.append(len(ranks))

@@ -39,10 +39,13 @@ class ScriptedFeed:
         late: bool = False,
         delay: float = 0.0,
     ):
-        self._new, self._changed = list(first), threading.Condition()
+        self._new = list(first)
+        self._changed = threading.Condition()
         self._turns = {(turn.prompt.id, turn.index): turn for turn in self._new}
         self._left = len(self._new)
-        self.script, self.max_tokens, self.delay = script, max_tokens, delay
+        self.script = script
+        self.max_tokens = max_tokens
+        self.delay = delay
         self._late: list[Sample] | None = [] if late else None
         self.trajectories = trajectories or self._left
         self._event = os.eventfd(1)
@@ -58,7 +61,8 @@ class ScriptedFeed:
                 self._changed.wait()
             if not self._new and not self._left:
                 return None
-            turns, self._new = self._new, []
+            turns = self._new
+            self._new = []
             if turns and self._left:
                 os.eventfd_read(self._event)
             return turns

@@ -78,7 +78,7 @@ GRIDS = ((1, 4, 6), (1, 2, 2), (1, 8, 4), (1, 4, 6))
 
 
 def write_model(folder: Path, hf: dict[str, Any]) -> Any:
-    """A random model of transformers, and beside it a checkpoint with the names that are published.
+    """A random model of transformers, and a checkpoint with the published names.
 
     transformers reads them, but does not write them."""
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ RENAMED = {
 
 
 def kimi(state: dict[str, Tensor], heads: int = 4) -> dict[str, Tensor]:
-    """Experts one by one, queries, keys and values in one, rotated pairs beside each other."""
+    """Experts one by one, queries, keys and values in one, rotated pairs next to each other."""
     found = {}
     for name, tensor in state.items():
         if ".experts." in name:
@@ -186,7 +186,8 @@ def whole_tower(plan: Plan, topo: Topology) -> Any:
 
 def tower_tensors(tower: Any, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     """``value`` of each parameter of a whole tower, by the names of the checkpoint."""
-    live, found = _live(tower), {}
+    live = _live(tower)
+    found = {}
     for row in tower.table:
         whole = weight.whole_of(row, [value(live[row.megatron_name]).detach()])
         found |= {n: x.clone() for n, x in zip(row.hf_names, whole, strict=True)}

@@ -55,10 +55,11 @@ class Pair:
         config: Path,
         engine_routes: bool | None = None,
         scale: Scale | None = None,
-        kept_sets: bool | None = None,
+        sampling_mask: bool | None = None,
         **options: Any,
     ):
-        self.config, self.hf = config, HFEngine(config, scale=scale)
+        self.config = config
+        self.hf = HFEngine(config, scale=scale)
         self.vllm = VLLMEngine(
             config,
             num_experts=8 if self.hf.layer_ids else 0,
@@ -66,7 +67,7 @@ class Pair:
             max_tokens=256,
             max_num_seqs=16,
             engine_routes=engine_routes,
-            kept_sets=not engine_routes if kept_sets is None else kept_sets,
+            sampling_mask=not engine_routes if sampling_mask is None else sampling_mask,
             tokenizer=CONFIGS / "tiny" if scale is None else config,
             scale=scale,
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
@@ -114,7 +115,8 @@ class Pair:
     ) -> tuple[float, int]:
         """(largest log-prob difference, tokens with a route), none of them a wrong one; ``whole``:
         every token has one that was an input."""
-        worst, routed = 0.0, 0
+        worst = 0.0
+        routed = 0
         for sample in samples:
             logits, routes = self.forward(sample)
             logprobs = processed_logprobs(logits[:-1], sampling)
@@ -164,7 +166,8 @@ def check_sets(pair: Pair, samples: list[Sample], sampling: Sampling) -> int:
     total = 0
     for sample in samples:
         assert sample.kept_counts is not None and sample.kept_ids is not None
-        start, logits = sample.prompt_len, pair.forward(sample)[0]
+        start = sample.prompt_len
+        logits = pair.forward(sample)[0]
         kept = processed_logprobs(logits[start - 1 : -1], sampling) > -torch.inf
         assert sample.kept_counts[start:].tolist() == kept.sum(1).tolist()
         assert sample.kept_ids.tolist() == kept.nonzero()[:, 1].tolist()

@@ -9,7 +9,8 @@ import torch
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.plan.schema.objective import ADVANTAGES, Objective
 
-REWARDS, GROUPS = [1, 0, 0, 1, 0.5, 0.5, 2], [0, 0, 0, 0, 1, 1, 2]
+REWARDS = [1, 0, 0, 1, 0.5, 0.5, 2]
+GROUPS = [0, 0, 0, 0, 1, 1, 2]
 TOKENS = [4, 2, 3, 1, 2, 4, 3]
 
 
@@ -47,7 +48,8 @@ def test_reinforce_pp_whitens_over_tokens(baseline: bool):
     means = {g: statistics.mean(r for r, h in zip(REWARDS, GROUPS) if h == g) for g in GROUPS}
     values = [r - means[g] * baseline for r, g in zip(REWARDS, GROUPS)]
     each = [v for v, n in zip(values, TOKENS) for _ in range(n)]
-    mean, std = statistics.mean(each), statistics.stdev(each)
+    mean = statistics.mean(each)
+    std = statistics.stdev(each)
     name = "reinforce_pp_baseline" if baseline else "reinforce_pp"
     want = [(v - mean) / (std + 1e-6) for v in values]
     if baseline:  # a group of one

@@ -7,7 +7,8 @@ from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scal
 
 
 def test_check_targets_names_an_entry_by_its_token():
-    targets, order = torch.tensor([1, 9, 2, 7]), torch.tensor([3, 0])
+    targets = torch.tensor([1, 9, 2, 7])
+    order = torch.tensor([3, 0])
     assert check_targets("f", targets, 8, order).tolist() == [7, 1]
     with pytest.raises(ValueError, match=r"f: targets\[1\] is 9, expected one in \[0, 8\)"):
         check_targets("f", targets, 8)

@@ -7,7 +7,8 @@ from torch import Tensor
 from pyrl_ext.loss.corrections import correct
 from pyrl_ext.plan.schema.objective import Objective
 
-OLD, ROLLOUT = torch.tensor([-1, -1.5, -0.5]), torch.tensor([-1.5, -1, -1.5])
+OLD = torch.tensor([-1, -1.5, -0.5])
+ROLLOUT = torch.tensor([-1.5, -1, -1.5])
 
 
 def run(config: Objective, mask: Tensor, samples: Tensor) -> Tensor:
@@ -15,7 +16,8 @@ def run(config: Objective, mask: Tensor, samples: Tensor) -> Tensor:
 
 
 def test_correct_equals_published_weights():
-    one, all_tokens = torch.zeros(3, dtype=torch.int64), torch.ones(3) > 0
+    one = torch.zeros(3, dtype=torch.int64)
+    all_tokens = torch.ones(3) > 0
     token = run(Objective(tis_cap=2.0), all_tokens, one)
     assert token.tolist() == pytest.approx([1.6487, 0.6065, 2.0], abs=5e-5)
     sequence = run(Objective(tis="sequence", tis_cap=100.0), all_tokens, one)
@@ -25,9 +27,11 @@ def test_correct_equals_published_weights():
 def test_correct_adds_up_samples_over_ranks():
     """Two ranks hold a part of the same sample; each knows sums of both through ``over_ranks``."""
     config = Objective(tis="sequence", tis_cap=100.0, veto=0.65, sequence_bounds=(0.1, 9.0))
-    samples, mask = torch.tensor([0, 0, 1]), torch.tensor([True, True, True])
+    samples = torch.tensor([0, 0, 1])
+    mask = torch.tensor([True, True, True])
     whole = correct(config, OLD, ROLLOUT, mask, samples, 2, lambda sums: sums)
-    parts, tables = [slice(0, 1), slice(1, 3)], list[Tensor]()
+    parts = [slice(0, 1), slice(1, 3)]
+    tables = list[Tensor]()
 
     def collected(sums: Tensor) -> Tensor:
         tables.append(sums)
@@ -58,7 +62,8 @@ def test_correct_never_reads_masked_rows():
 
 @pytest.mark.parametrize("bounds", [(1.0, 2.0), (0.5, 1.0)])
 def test_correct_keeps_what_is_on_a_bound(bounds: tuple[float, float]):
-    config, mask = Objective(mask_ratio=bounds, sequence_bounds=bounds), torch.ones(3) > 0
+    config = Objective(mask_ratio=bounds, sequence_bounds=bounds)
+    mask = torch.ones(3) > 0
     samples = torch.zeros(3, dtype=torch.int64)
     weights, _ = correct(config, OLD, OLD, mask, samples, 1, lambda sums: sums)
     assert weights.tolist() == [1, 1, 1]

@@ -94,12 +94,13 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_evaluate_counts_a_trajectory_as_a_sequence(name):
-    """Six samples of four trajectories, which need not lie beside each other."""
+    """Six samples of four trajectories, which need not lie next to each other."""
     section = {"reduction_constant": 5} | PARTS[name]
     objective = Objective.model_validate(with_preset(section))
     for seed in range(3):
         now, m = loops.draw(seed)
-        m.trajectories, m.groups = [7, 3, 3, 9, 7, 4], [0, 1, 1, 1, 0, 0]
+        m.trajectories = [7, 3, 3, 9, 7, 4]
+        m.groups = [0, 1, 1, 1, 0, 0]
         value, gradient, _ = run(section, now, m)
         assert value == pytest.approx(loops.loss(objective, now, now, m), rel=1e-10, abs=1e-12)
         want = loops.gradient(objective, now, m)
@@ -126,7 +127,8 @@ def test_evaluate_equals_published_numbers(section, ratios, advantages, losses):
 
 def test_evaluate_equals_published_clamps():
     """CISPO's weights are slopes: d loss / d logp = -clip(r) A / tokens."""
-    ratios, want = [1, 1.14, 1.56, 0.4], [1, 1.14, 1.28, 0.8]
+    ratios = [1, 1.14, 1.56, 0.4]
+    want = [1, 1.14, 1.28, 0.8]
     _, gradient, metrics = evaluate(
         {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.28},
         logprobs=[math.log(r) - 5 for r in ratios],
@@ -158,7 +160,8 @@ def test_evaluate_counts_loss_tokens_that_opsm_drops():
 
 def test_evaluate_equals_published_reductions():
     """Losses [[1, 2, 30], [4, 50, 6]] under the mask [[1, 1, 0], [1, 0, 1]]."""
-    losses, mask = [1, 2, 30, 4, 50, 6], [True, True, False, True, False, True]
+    losses = [1, 2, 30, 4, 50, 6]
+    mask = [True, True, False, True, False, True]
     for reduction, constant, want in (
         ("token", None, 3.25),
         ("sequence", None, 3.25),

@@ -10,10 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss, tiles
 from pyrl_ext.loss.fused_head.chunking import chunk_tokens
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 from tests.helpers.ranks import run_ranks
 
-T, H, VOCAB, VALID = 48, 16, 2400, 1800  # with four ranks the last one holds nothing but padding
+pytestmark = pytest.mark.multiprocess
+
+# with four ranks the last one holds nothing but padding
+T = 48
+H = 16
+VOCAB = 2400
+VALID = 1800
 CHUNK = 20 * VOCAB * 4  # bytes: 20 tokens of float32 on one rank
 ROWS = torch.tensor([0, 1, 5, 6, 7, 20, 21, 22, 23, 30, 41, 47])
 CACHES = {"recompute": 0, "cache": 1 << 30, "some cached": 25 * VOCAB * 2}
@@ -59,7 +65,8 @@ def exact(dtype, rows=None, kept=False):
     logprob = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     if kept:  # token by token
-        logprob, entropy = logprob.clone(), entropy.clone()
+        logprob = logprob.clone()
+        entropy = entropy.clone()
         for t, each in enumerate(sets_of(targets)):
             if each is not None:
                 log_p = logits[t, each].log_softmax(-1)
@@ -79,7 +86,8 @@ def shard_of(group, dtype, sequence_parallel):
     """(hidden and weight of this rank with gradients, the rest of the problem)"""
     hidden, weight, *rest = problem(dtype)
     if group is not None:
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         weight = weight.chunk(size)[rank].clone()
         hidden = hidden.chunk(size)[rank].clone() if sequence_parallel else hidden
     return hidden.requires_grad_(), weight.requires_grad_(), *rest
@@ -150,7 +158,8 @@ def test_linear_logprob_refuses_sets_of_other_tokens():
 
 
 def test_chunk_tokens_are_whole_tiles_of_a_gpu():
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    cuda = torch.device("cuda")
+    cpu = torch.device("cpu")
     assert [chunk_tokens(fit, cuda) for fit in (0, 1, 255, 256, 1155)] == [1, 1, 255, 256, 1024]
     assert [chunk_tokens(fit, cpu) for fit in (0, 1, 511, 9999)] == [1, 1, 511, 512]
 
@@ -289,7 +298,8 @@ def test_linear_logprob_adds_to_main_grad(inside, tied):
 
     (plain,) = torch.autograd.grad(loss(), weight)
     for passes in (1, 2):
-        weight.grad, weight.grad_added_to_main_grad = None, False
+        weight.grad = None
+        weight.grad_added_to_main_grad = False
         loss(main_grad=True).backward()
         assert weight.grad_added_to_main_grad and weight.grad is not None
         assert not tied or weight.grad.count_nonzero() == 0
@@ -374,9 +384,11 @@ def test_linear_logprob_is_right_by_either_library(mode):
 def test_by_onednn_rounds_as_float32_does():
     """Its sums run in longer chains than a BLAS has, no type on the way is narrower."""
     g = torch.Generator().manual_seed(0)
-    a, b = torch.randn(64, 2048, generator=g), torch.randn(2048, 512, generator=g)
+    a = torch.randn(64, 2048, generator=g)
+    b = torch.randn(2048, 512, generator=g)
     assert tiles.by_onednn(a) and not tiles.by_onednn(a.double()) and not tiles.by_onednn(a[:0])
-    products, to = a.double() @ b.double(), torch.ones(64, 512)
+    products = a.double() @ b.double()
+    to = torch.ones(64, 512)
     tiles._add_mm(to, a, b)
 
     def error(found):
@@ -414,7 +426,11 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", ["recompute", "cache", "loss"])
 def test_linear_logprob_holds_a_chunk_and_the_cache(mode):
-    tokens, size, vocab, chunk_bytes, cache_bytes = 2048, 256, 32000, 1 << 24, 1 << 25
+    tokens = 2048
+    size = 256
+    vocab = 32000
+    chunk_bytes = 1 << 24
+    cache_bytes = 1 << 25
     hidden = torch.randn(tokens, size).bfloat16().requires_grad_()
     weight = torch.randn(vocab, size).bfloat16().requires_grad_()
     targets = torch.randint(0, vocab, (tokens,))
@@ -428,7 +444,8 @@ def test_linear_logprob_holds_a_chunk_and_the_cache(mode):
             sizes: dict[str, Any] = dict(chunk_bytes=chunk_bytes, cache_bytes=cache)
             loss = linear_logprob(hidden, weight, targets, **sizes)[0].sum()
         loss.backward()
-    above, whole = live.peak - gradients, tokens * vocab * 4
+    above = live.peak - gradients
+    whole = tokens * vocab * 4
     print(f"{mode}: {above / 2**20:.1f} MiB above gradients, all logits {whole / 2**20:.1f}")
     assert 0.9 * cache < above <= chunk_bytes + cache
 
@@ -485,7 +502,8 @@ def test_linear_logprob_takes_any_memory_layout():
 def test_linear_logprob_restores_the_precision_of_products():
     hidden, weight, targets, *_ = problem(torch.bfloat16)
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, seen = matmul.fp32_precision, []
+    before = matmul.fp32_precision
+    seen = []
 
     def loss_fn(logprob, entropy, tokens):
         seen.append(matmul.fp32_precision)

@@ -28,8 +28,11 @@ def test_policy_loss_leaves_out_parts_that_are_off():
     fields = replace(fields, ref_logprobs=None)
     _, _, sums = policy_loss(logprobs, None, fields, Objective())
     assert sums.keys() == {
-        *("policy/ppo_kl", "policy/clip_fraction", "policy/guarded_fraction"),
-        *("loss/policy", "loss"),
+        "policy/ppo_kl",
+        "policy/clip_fraction",
+        "policy/guarded_fraction",
+        "loss/policy",
+        "loss",
     }
 
 
@@ -81,7 +84,8 @@ def test_policy_loss_never_reads_masked_rows(loss: str, poison: float):
     mask = fields.loss_mask
     ratio: Any = "sequence" if loss in ("ppo", "cispo", "sapo") else "token"
     config = FULL.model_copy(update={"loss": loss, "ratio": ratio, "opsm": 0.1})
-    ids, shares = torch.arange(40) // 10, torch.where(mask, 0.1, 0)
+    ids = torch.arange(40) // 10
+    shares = torch.where(mask, 0.1, 0)
     ones = torch.ones(40, dtype=torch.float64)
     fields = replace(
         fields, weights=ones, corrections=ones, sequences=Sequences(ids, 4, shares.double())

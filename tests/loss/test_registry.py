@@ -44,7 +44,8 @@ number = 3
 
 @pytest.mark.usefixtures("user_module")
 def test_build_takes_functions_of_the_user():
-    rewards, groups = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0])
+    rewards = torch.tensor([3.0, 1.0, 2.0])
+    groups = torch.tensor([0, 0, 0])
     by_rank = build_advantage(Objective(advantage="user_objectives:ranks"))
     assert by_rank(rewards, groups, groups).tolist() == [2, 0, 1]
     scaled = build_advantage(Objective(advantage="user_objectives:scaled"))

@@ -10,7 +10,8 @@ from pyrl_ext.ops.token_logprob.reference import merge_parts
 
 def parts_of(logits, targets, scale, sizes):
     """[R, 4, T] statistics of column ranges of these sizes."""
-    parts, first = [], 0
+    parts = []
+    first = 0
     for size in sizes:
         columns = logits[:, first : first + size].contiguous()
         parts.append(token_logprob_stats(columns, targets, scale, first, size))
@@ -23,7 +24,8 @@ def test_token_logprob_combine_equals_log_softmax_over_all_columns(sizes):
     g = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(9, 12, generator=g, dtype=torch.float64)
     logits[2, :5] = -torch.inf  # a whole part without a finite logit
-    targets, scale = torch.arange(9) % 12, torch.linspace(0.5, 2, 9, dtype=torch.float64)
+    targets = torch.arange(9) % 12
+    scale = torch.linspace(0.5, 2, 9, dtype=torch.float64)
     whole = torch.log_softmax(logits * scale[:, None], -1)
     parts = parts_of(logits, targets, scale, sizes)
     logprob, entropy, top, _ = token_logprob_combine(parts, targets, scale, 12)
@@ -39,7 +41,8 @@ def test_token_logprob_combine_equals_log_softmax_over_all_columns(sizes):
 def test_merge_parts_may_be_done_in_two_steps():
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 12, generator=g, dtype=torch.float64)
-    targets, scale = torch.arange(6), torch.ones(6, dtype=torch.float64)
+    targets = torch.arange(6)
+    scale = torch.ones(6, dtype=torch.float64)
     parts = parts_of(logits, targets, scale, (3, 3, 6))
     first = torch.stack(merge_parts(parts[:2], scale))
     twice = merge_parts(torch.stack([first, parts[2]]), scale)

@@ -10,7 +10,11 @@ from pyrl_ext.ops import use_backend
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 
-T, VOCAB, VALID = 13, 1016, 1001
+pytestmark = pytest.mark.multiprocess
+
+T = 13
+VOCAB = 1016
+VALID = 1001
 INF = torch.inf
 
 
@@ -63,7 +67,9 @@ def solve(group, dtype, masked=False, **change):
 
     def weighted(x, **how):
         logprob, entropy = vocab_parallel_logprob(
-            *(x, targets, group),
+            x,
+            targets,
+            group,
             **dict(temperature=temperature, valid_vocab=VALID, keep_mask=keep, with_entropy=True),
             **how,
         )
@@ -164,7 +170,8 @@ def test_vocab_parallel_logprob_passes_gradcheck(with_entropy, masked):
 
     def function(logits):
         return vocab_parallel_logprob(
-            *(logits, targets),
+            logits,
+            targets,
             temperature=0.7,
             valid_vocab=6,
             keep_mask=keep if masked else None,

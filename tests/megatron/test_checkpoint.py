@@ -25,14 +25,20 @@ from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 VOCAB = 125  # odd: tp 2 pads it
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 BF16 = "model.dtype=bfloat16"
 DISTRIBUTED = "optimizer.distributed=true"
 QUICK = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("evaluate.prompts=8", "log.progress=false", "evaluate.every=0"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "evaluate.prompts=8",
+    "log.progress=false",
+    "evaluate.every=0",
 )
 
 
@@ -75,9 +81,12 @@ def plan_of(folder, *overrides):
 
 def step(policy):
     """One update on the same rows in every layout."""
-    plan, topo, batch = policy.plan, policy.topo, random_batch()
+    plan = policy.plan
+    topo = policy.topo
+    batch = random_batch()
     batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
-    limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
+    limit = plan.batching.tokens_per_microbatch
+    align = plan.row_alignment
     schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
     batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule).logprobs)
     metrics = passes.update(policy, batch, schedule, build_loss(plan.objective))
@@ -132,7 +141,8 @@ def never_stopped(folder):
     for dtype, name in (("float32", "one"), ("bfloat16", "bf16 one")):
         plan = plan_of(folder, f"model.dtype={dtype}")
         with topology.start(plan) as topo:
-            policy, steps = Policy.build(plan, topo), {}
+            policy = Policy.build(plan, topo)
+            steps = {}
             for updates in range(1, 6):
                 steps[updates] = step(policy)
                 if updates == 2:
@@ -188,7 +198,8 @@ def unpadded(folder):
 def test_load_restores_what_save_wrote(name, results, folder):
     """Bit for bit, under names that no layout shows in; model and optimizer."""
     source = JOBS[name].source
-    saved, back = unpadded(folder / source), unpadded(folder / f"{name}, loaded")
+    saved = unpadded(folder / source)
+    back = unpadded(folder / f"{name}, loaded")
     assert saved.keys() == back.keys()
     assert saved["optimizer"] == back["optimizer"] == {"step": results[name][0][0] - 1}
     moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
@@ -252,7 +263,8 @@ def test_DistributedOptimizer_does_not_load_what_it_saved(never_stopped, folder,
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    plan, saved = plan_of(folder, DISTRIBUTED), folder / "megatron distributed"
+    plan = plan_of(folder, DISTRIBUTED)
+    saved = folder / "megatron distributed"
     save_by_megatron(plan, saved)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)

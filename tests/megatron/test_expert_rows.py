@@ -22,6 +22,8 @@ from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
@@ -75,7 +77,8 @@ class Named(TorchDispatchMode):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.names = size, set[str]()
+        self.size = size
+        self.names = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(arg, Tensor) and arg.numel() > self.size for arg in args):
@@ -116,7 +119,9 @@ class Passes(NamedTuple):
 
 
 def two_passes(policy: Policy, unrouted: float) -> Passes:
-    plan, topo, batch = policy.plan, policy.topo, random_batch(unrouted=unrouted)
+    plan = policy.plan
+    topo = policy.topo
+    batch = random_batch(unrouted=unrouted)
     sizes = topo.dp_size, 64, plan.row_alignment, topo.cp_size
     schedule = plan_microbatches(batch.seqlens, *sizes)
     with patch.object(cpu._Ordered, "synchronize", autospec=True) as waits:

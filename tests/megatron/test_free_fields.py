@@ -31,8 +31,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 from tests.parity import BOUNDS, Outcome
 
+pytestmark = pytest.mark.multiprocess
+
 MODEL = "glm"  # latent attention, a dense layer, shared experts and routers with a bias
-FULL, HALF = "float32", "bfloat16"
+FULL = "float32"
+HALF = "bfloat16"
 
 
 class Row(NamedTuple):
@@ -143,7 +146,8 @@ def reads_of(name: str, at_once: bool) -> Iterator[list[str]]:
 
 def train_step(plan: Plan) -> Outcome:
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
         before = parity.trained(policy)
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = Scheduler(plan).schedule(batch.seqlens)
@@ -171,7 +175,8 @@ def on_one(group: Any, folder: Path) -> dict[str, Any]:
     Returns: title of a row -> who read the field, and how far the step is from that without it.
     """
     os.environ["WORLD_SIZE"] = "1"
-    plain, found = dict[str, Outcome](), dict[str, Any]()
+    plain = dict[str, Outcome]()
+    found = dict[str, Any]()
     for row in ROWS:
         if row.dtype not in plain:
             plain[row.dtype] = train_step(compiled(row, "", folder, with_field=False))

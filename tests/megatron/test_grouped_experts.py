@@ -13,6 +13,8 @@ from pyrl_ext.megatron.grouped_experts import grouped_linear
 from pyrl_ext.parallel import topology
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 COUNTS = {"all": [3, 9, 1, 5], "some": [0, 7, 0, 11], "one": [0, 0, 0, 4], "none": [0, 0, 0, 0]}
 
 
@@ -37,7 +39,8 @@ def test_grouped_experts_are_experts_one_after_the_other(groups, counts, gated):
 @pytest.mark.parametrize("rows", [0, 5])
 def test_grouped_linear_takes_the_gradient_of_a_sum(rows):
     """It is one number, expanded: its strides are 0, with and without rows."""
-    x, weight = torch.randn(rows, 8).requires_grad_(), torch.randn(2, 16, 8).requires_grad_()
+    x = torch.randn(rows, 8).requires_grad_()
+    weight = torch.randn(2, 16, 8).requires_grad_()
     ends = torch.tensor([0, rows], dtype=torch.int32)
     found = torch.autograd.grad(grouped_linear(x, weight, ends).sum(), (x, weight))
     want = torch.autograd.grad((x @ weight[1].T).sum(), (x, weight))
@@ -96,7 +99,8 @@ def test_grouped_experts_add_to_main_grad_what_they_return_without_one(groups):
     weights: list[Any] = [*ours.parameters()]
     before = [torch.randn_like(p) for p in weights]
     for p, start in zip(weights, before, strict=True):
-        p.main_grad, p.grad_added_to_main_grad = start.clone(), False
+        p.main_grad = start.clone()
+        p.grad_added_to_main_grad = False
     for _ in range(2):  # two microbatches
         both_ways(ours, *given)
     for p, start, grad in zip(weights, before, (fc1, fc2), strict=True):

@@ -12,6 +12,8 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 DEEP = 2
 ROWS = torch.tensor([9, 2, 3, 30])
 

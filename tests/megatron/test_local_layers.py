@@ -20,6 +20,8 @@ from tests.helpers.models import DEEPSEEK
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 # attention of GLM-4.7-Flash, of narrower hidden states
 FLASH = {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 32}
 FLASH |= {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
@@ -53,7 +55,8 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bytes, self.calls = Counter(), Counter()
+        self.bytes = Counter()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":

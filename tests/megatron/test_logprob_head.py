@@ -27,6 +27,8 @@ from tests.helpers.rows import MEASURED
 from tests.helpers.tiny import CONFIG, random_batch, schedule_of, tiny_plan
 from tests.parity import BOUNDS, apart, compiled
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 OVERLAPPED = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
 LOGITS = "logprob.head=logits"
 ROUNDED = (LOGITS, "logprob.accept_rounded_logits=true")
@@ -119,9 +121,10 @@ def test_score_tokens_equals_scores_from_logits(tmp_path, world_size):
         assert ("lm_head.weight" in off["grads"]) == (model != "tied")
 
 
-def test_score_tokens_takes_logprobs_over_kept_sets_but_those_of_mtp(folder):
+def test_score_tokens_takes_logprobs_over_sampling_mask_but_those_of_mtp(folder):
     """Row by row from the logits, in float64; MTP layers have the loss that they have without."""
-    plan, logits = compiled("glm mtp kept", folder, (LOGITS, "rollout.temperature=0.7")), []
+    plan = compiled("glm mtp kept", folder, (LOGITS, "rollout.temperature=0.7"))
+    logits = []
     batch = parity.batches(plan, mtp_routes=False)[0]
     assert batch.kept is not None and (batch.kept.counts < 0).any()
     with topology.start(plan) as topo:
@@ -170,7 +173,8 @@ def test_score_tokens_in_bfloat16_errs_no_more_than_rounded_logits(tmp_path):
 def test_score_tokens_with_the_fused_head_runs_no_output_layer(folder, head):
     """The output layer never runs with the fused head, whose loss sees loss tokens alone."""
     plan = tiny_plan(f"logprob.head={head}")
-    layer_runs, left_out = [], []
+    layer_runs = []
+    left_out = []
     grpo = build_loss(plan.objective)
 
     def loss(logprobs, entropy, inputs):
@@ -179,7 +183,8 @@ def test_score_tokens_with_the_fused_head_runs_no_output_layer(folder, head):
         return grpo(logprobs, entropy, inputs)
 
     with topology.start(plan) as topo:
-        policy, batch = Policy.build(plan, topo), random_batch()
+        policy = Policy.build(plan, topo)
+        batch = random_batch()
         layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
         layer.register_forward_hook(lambda *_: layer_runs.append(1))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
@@ -197,7 +202,8 @@ def reinforce(logprobs, entropy, inputs):
     """A token-wise loss as a user writes it; rows without a loss token may be NaN."""
     mask = inputs.loss_mask
     each = -(logprobs - inputs.old_logprobs).exp() * inputs.advantages - 0.01 * entropy
-    each, count = torch.where(mask, each, 0), mask.sum()
+    each = torch.where(mask, each, 0)
+    count = mask.sum()
     return each.sum(), count, {"mine": (logprobs.detach().where(mask, 0).sum(), count)}
 
 
@@ -256,7 +262,8 @@ def test_train_learns_the_same_with_the_fused_head(tmp_path):
 
 def test_MultiTokenGPT_says_what_it_needs(folder):
     with topology.start(plan := compiled("glm mtp", folder)) as topo:
-        policy, batch = Policy.build(plan, topo), random_batch(2)
+        policy = Policy.build(plan, topo)
+        batch = random_batch(2)
         [(_, ready)] = passes.prefetch(
             policy, batch, schedule_of([[0, 1]]), replayed=False
         ).microbatches(0)

@@ -20,6 +20,8 @@ from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
@@ -39,7 +41,8 @@ def test_scores_agree_with_transformers(tmp_path, pattern):
     hf = tiny_plan().hf | {"mlp_layer_types": kinds, "num_hidden_layers": len(kinds)}
     del hf["first_k_dense_replace"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    plan, batch = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3"), random_batch(9)
+    plan = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3")
+    batch = random_batch(9)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         save_safetensors(tmp_path, policy.weights(), plan.hf)
@@ -78,7 +81,8 @@ def test_save_safetensors_names_tensors_as_transformers_does(exported, tmp_path)
     """transformers writes the tensors for this config, so that nothing of ours names them."""
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     theirs.save_pretrained(tmp_path)
-    saved, ours = load_file(tmp_path / "model.safetensors"), exported / "model.safetensors"
+    saved = load_file(tmp_path / "model.safetensors")
+    ours = exported / "model.safetensors"
     for name, tensor in load_file(ours).items():
         assert torch.equal(saved.pop(name), tensor), name
     assert not saved

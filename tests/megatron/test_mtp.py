@@ -29,10 +29,17 @@ from tests.helpers import passes, towers
 from tests.helpers.probe import local_rows
 from tests.parity import compiled
 
+pytestmark = pytest.mark.multiprocess
+
 PATCHES = towers.MERGE**2  # of a row
 QUICK = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("log.progress=false", "evaluate.every=0", "checkpoint.every=0", "steps=8"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "log.progress=false",
+    "evaluate.every=0",
+    "checkpoint.every=0",
+    "steps=8",
 )
 
 
@@ -77,7 +84,8 @@ def test_MultiTokenGPT_equals_megatrons_own(folder):
         policy = Policy.build(plan, topo)
         batch = passes.select(parity.batches(plan, mtp_routes=False)[0], [3])
         batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
-        rows, layers = len(batch.tokens), plan.num_mtp_layers
+        rows = len(batch.tokens)
+        layers = plan.num_mtp_layers
         model: Any = policy.llm.models[0]
         model.train()
         micro = microbatch(batch, [0], topo.place(), layers)
@@ -144,7 +152,8 @@ def mtp_plan(folder, *overrides):
 
 def gradients(plan):
     with topology.start(plan) as topo:
-        policy, batch = Policy.build(plan, topo), parity.batches(plan, mtp_routes=False)[0]
+        policy = Policy.build(plan, topo)
+        batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = plan_microbatches(batch.seqlens, 1, 128)
         passes.accumulate(policy, batch, schedule, build_loss(plan.objective))
         return {name: tensor.clone() for name, tensor in policy.gradients()}
@@ -159,7 +168,7 @@ def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
     assert count == stage_parameters(plan)[0].total
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "mlp.gate", "self_attn.o_proj")
     assert all(f"model.layers.4.{name}.weight" in held for name in names)
-    # a published checkpoint holds the embedding and the head once more beside these layers
+    # a published checkpoint holds the embedding and the head once more next to these layers
     copies = {
         "model.layers.4.embed_tokens.weight": held["model.embed_tokens.weight"],
         "model.layers.4.shared_head.head.weight": held["lm_head.weight"],
@@ -186,7 +195,8 @@ def test_train_trains_the_mtp_layers(folder):
 def test_mtp_layers_embed_the_rows_of_images(folder):
     """As if every row of an image were a token, whose embedding it is: loss and gradients."""
     plan = compiled("glm mtp 2", folder, common=("batching.tokens_per_microbatch=4096",))
-    first, hidden = parity.batches(plan, mtp_routes=True)[2], plan.sizes.hidden_size
+    first = parity.batches(plan, mtp_routes=True)[2]
+    hidden = plan.sizes.hidden_size
     text = replace(first, tokens=first.tokens % 40, targets=first.targets % 40)
     batch = towers.with_images(text, ("vision",), 1, hidden)
     images = batch.images["vision"]
@@ -214,7 +224,8 @@ def test_mtp_layers_embed_the_rows_of_images(folder):
         policy, inside = Policy.build(plan, topo), towers.InProcess(lambda p, _: p[::PATCHES])
         policy.edges = {("vision", d): inside for d in range(3)}  # type: ignore[assignment]
         got, grads, tokens = passes_of(policy, batch)
-        policy, name = Policy.build(plan, topo), "model.embed_tokens.weight"
+        policy = Policy.build(plan, topo)
+        name = "model.embed_tokens.weight"
         with torch.no_grad():
             model: Any = policy.llm.models[0]
             model.embedding.word_embeddings.weight[ids] = pixels[::PATCHES]

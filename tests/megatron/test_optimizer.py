@@ -16,6 +16,8 @@ from tests.helpers.measured_step import Live
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize(
     ("warmup_steps", "expected"),
@@ -77,7 +79,8 @@ def on_rank(group: Any, folder: Path) -> tuple[Cost, Cost]:
 
 def in_one_layout(folder: Path) -> Cost:
     plan = tiny_plan("parallel.dp=2", "optimizer.distributed=true", "model.dtype=bfloat16")
-    ours, peak = optimizer._gathered, dict[str, int]()
+    ours = optimizer._gathered
+    peak = dict[str, int]()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         model: Any = policy.llm.models[0]

@@ -21,6 +21,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.traffic import counted
 from tests.parity import compiled
 
+pytestmark = pytest.mark.multiprocess
+
 SPLIT = "parallel.pipeline_model_parallel_layout"
 LAYOUTS = {  # rows of every depth go from the MTP layers to the loss
     "pp3": ("parallel.pp=3", f"{SPLIT}=Ett|ttm|L"),
@@ -40,7 +42,8 @@ class Seen(NamedTuple):
 
 
 def passes_of(policy: Policy) -> Seen:
-    batch, waits = parity.batches(policy.plan, mtp_routes=False)[0], list[Any]()
+    batch = parity.batches(policy.plan, mtp_routes=False)[0]
+    waits = list[Any]()
     schedule = Scheduler(policy.plan).schedule(batch.seqlens)
     with counted() as traffic, patch.object(torch.cuda, "synchronize", lambda *_: waits.append(_)):
         found = passes.scores(policy, batch, schedule)

@@ -11,7 +11,8 @@ from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.parallel.topology import Place
 
-HEADS, DIM = 4, 8
+HEADS = 4
+DIM = 8
 
 
 def packed_of(layout, rank, device: torch.device | str = "cpu"):
@@ -34,8 +35,10 @@ def one_row_at_a_time(q, k, v, starts, ends, scale):
 def ragged_attention(q, k, v, sizes, scale):
     """The same as ``varlen_attn``: per segment, causal, the last query sees the last key."""
     if (rows := sizes["key_rows"]) is not None:
-        k, v = rows.take(k), rows.take(v)
-    starts, ends = [], []
+        k = rows.take(k)
+        v = rows.take(v)
+    starts = []
+    ends = []
     for s in range(len(sizes["cu_seq_q"]) - 1):
         q0, q1 = sizes["cu_seq_q"][s : s + 2].tolist()
         k0, k1 = sizes["cu_seq_k"][s : s + 2].tolist()
@@ -49,7 +52,8 @@ def ragged_attention(q, k, v, sizes, scale):
 @pytest.mark.parametrize("seqlens", [(5, 1, 9, 5), (16,), (0, 3), (1,)])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
 def test_PackedAttention_equals_a_loop_by_both_kernels(cp_size, seqlens, kv_heads):
-    layout, scale = TokenLayout(seqlens, cp_size=cp_size, tp_size=2), 0.3
+    layout = TokenLayout(seqlens, cp_size=cp_size, tp_size=2)
+    scale = 0.3
     g = torch.Generator().manual_seed(0)
     total = sum(layout.padded_seqlens)
     q, k, v = (
@@ -60,7 +64,8 @@ def test_PackedAttention_equals_a_loop_by_both_kernels(cp_size, seqlens, kv_head
     starts = [a for a, b in pairwise(cu) for _ in range(b - a)]
     exact = one_row_at_a_time(q, k, v, starts, range(1, total + 1), scale)
     gathered_to_packed = layout.global_order().argsort()
-    k, v = k[gathered_to_packed], v[gathered_to_packed]
+    k = k[gathered_to_packed]
+    v = v[gathered_to_packed]
     for rank in range(cp_size):
         mine = gathered_to_packed.chunk(cp_size)[rank]  # packed row of each local row
         chunks = packed_of(layout, rank).over_ranks
@@ -77,7 +82,8 @@ def test_PackedAttention_equals_a_loop_by_both_kernels(cp_size, seqlens, kv_head
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
 def test_PackedAttention_on_a_gpu_equals_the_plain_one(kv_heads):
     """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
-    layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
+    layout = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1)
+    device = torch.device("cuda")
     chunks = packed_of(layout, 0, device).over_ranks
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
@@ -107,7 +113,8 @@ def test_RowMap_and_its_gradient_equal_indexing():
     for rows in (once, often):
         ours = torch.randn(24, 2, 3, requires_grad=True)
         plain = ours.detach().requires_grad_()
-        out, want = rows.take(ours), plain[rows.rows]
+        out = rows.take(ours)
+        want = plain[rows.rows]
         assert torch.equal(out, want)
         out.square().sum().backward()
         want.square().sum().backward()

@@ -23,9 +23,13 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recurrences import conv, delta_rule, ssd
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 HF = QWEN_NEXT | {"num_hidden_layers": 1, "mlp_only_layers": []}
-KEYS, VALUES = HF["linear_num_key_heads"], HF["linear_num_value_heads"]
-KEY, VALUE = HF["linear_key_head_dim"], HF["linear_value_head_dim"]
+KEYS = HF["linear_num_key_heads"]
+VALUES = HF["linear_num_value_heads"]
+KEY = HF["linear_key_head_dim"]
+VALUE = HF["linear_value_head_dim"]
 HIDDEN = HF["hidden_size"]
 MAMBA = NEMOTRON | {"num_hidden_layers": 1, "hybrid_override_pattern": "M"}
 HEADS, WIDTH, STATE = (MAMBA[n] for n in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
@@ -52,12 +56,15 @@ def delta_net(weights, hidden):
 
 def mamba(groups, weights, hidden):
     """[T, hidden] of one sequence: what the layer's definition says."""
-    inner, shared = HEADS * WIDTH, groups * STATE
+    inner = HEADS * WIDTH
+    shared = groups * STATE
     rows = hidden @ weights["in_proj.weight"].T
     gate, channels, step = rows.split([inner, inner + 2 * shared, HEADS], -1)
     channels = conv(channels, weights["conv1d_weight"][:, 0], weights["conv1d_bias"])
     x, B, C = channels.split([inner, shared, shared], -1)
-    decay, skip, first = -weights["A_log"].exp(), weights["D"], weights["dt_bias"]
+    decay = -weights["A_log"].exp()
+    skip = weights["D"]
+    first = weights["dt_bias"]
     out = ssd(wide(x, WIDTH), step, decay, wide(B, STATE), wide(C, STATE), skip, first)
     by_group = wide(out.flatten(1) * F.silu(gate), inner // groups)
     scale = (by_group.square().mean(-1, keepdim=True) + MAMBA["layer_norm_epsilon"]).rsqrt()

@@ -17,15 +17,22 @@ from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train.loop import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).parents[2]
 # logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward; by
-# engines apart, tests/rollout/remote/test_engine.py
+# remote engines, tests/rollout/remote/test_engine.py
 ELSEWHERE = {
     *(metric.name for metric in SERVER_METRICS),
     *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_async_rollouts.py
-    *("memory/engine_slept", "reward/kl", "reward/<name>"),
-    # beside rollout.oversample a rule refuses them: tests/rollout/test_dynamic_sampling.py
-    *("rollout/refills", "rollout/dropped_groups", "rollout/dropped_tokens", "rollout/reward_all"),
+    "memory/engine_slept",
+    "reward/kl",
+    "reward/<name>",
+    # next to rollout.oversample a rule refuses them: tests/rollout/test_dynamic_sampling.py
+    "rollout/refills",
+    "rollout/dropped_groups",
+    "rollout/dropped_tokens",
+    "rollout/reward_all",
 }
 
 
@@ -75,25 +82,46 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
     config |= {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = tiny_plan(
-        *(f"model.config={tmp_path / 'config.json'}", "model.mtp=true", f"run={tmp_path / 'run'}"),
-        *(*QUICK, "steps=2", "evaluate.every=1", "checkpoint.every=1", "rollout.oversample=1.75"),
-        *("objective.kl_coef=0.1", "objective.tis_cap=2", "objective.entropy_coef=0.01"),
+        f"model.config={tmp_path / 'config.json'}",
+        "model.mtp=true",
+        f"run={tmp_path / 'run'}",
+        *QUICK,
+        "steps=2",
+        "evaluate.every=1",
+        "checkpoint.every=1",
+        "rollout.oversample=1.75",
+        "objective.kl_coef=0.1",
+        "objective.tis_cap=2",
+        "objective.entropy_coef=0.01",
         "rollout.top_p=0.95",
-        *("objective.mask_ratio=[0.1,9.0]", "objective.sequence_bounds=[0.1,9.0]"),
-        *("objective.veto=1e-6", "objective.opsm=1.0", "objective.overlong_buffer=2"),
+        "objective.mask_ratio=[0.1,9.0]",
+        "objective.sequence_bounds=[0.1,9.0]",
+        "objective.veto=1e-6",
+        "objective.opsm=1.0",
+        "objective.overlong_buffer=2",
     )
     # a rule refuses it on a CPU, where it serves no purpose
     rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
     plan = plan.model_copy(update={"rollout": rollout})
     sft = tiny_plan(
-        *("steps=2", "batching.samples=4", "data.held_out=2", "evaluate.every=1"),
-        *("log.progress=false", f"run={tmp_path / 'sft'}"),
+        "steps=2",
+        "batching.samples=4",
+        "data.held_out=2",
+        "evaluate.every=1",
+        "log.progress=false",
+        f"run={tmp_path / 'sft'}",
         config=CONFIG.with_name("tiny_sft.yaml"),
     )
     turns = tiny_plan(
-        *("steps=2", "batching.prompts=2", "batching.samples_per_prompt=2", "evaluate.every=1"),
-        *("log.progress=false", f"run={tmp_path / 'turns'}"),
-        *("lora.rank=8", "lora.alpha=16", "lora.publish=merge"),
+        "steps=2",
+        "batching.prompts=2",
+        "batching.samples_per_prompt=2",
+        "evaluate.every=1",
+        "log.progress=false",
+        f"run={tmp_path / 'turns'}",
+        "lora.rank=8",
+        "lora.alpha=16",
+        "lora.publish=merge",
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged

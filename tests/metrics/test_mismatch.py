@@ -11,7 +11,8 @@ from pyrl_ext.metrics.mismatch import mismatch
 
 def mismatch_loop(old: list[float], rollout: list[float]) -> dict[str, float]:
     d = [a - b for a, b in zip(old, rollout, strict=True)]
-    r, n = [math.exp(x) for x in d], len(d)
+    r = [math.exp(x) for x in d]
+    n = len(d)
     size = sorted(abs(x) for x in d)
     gaps = [abs(math.exp(a) - math.exp(b)) for a, b in zip(old, rollout, strict=True)]
     return {
@@ -57,7 +58,8 @@ def test_mismatch_of_equal_logprobs_is_zero():
 
 
 def test_mismatch_passes_nan_on_to_every_distance_and_counts_it():
-    old, rollout = -torch.rand(50), -torch.rand(50)
+    old = -torch.rand(50)
+    rollout = -torch.rand(50)
     old[7] = rollout[9] = math.nan
     got = mismatch(old, rollout, torch.ones(50) > 0)
     assert got.pop("mismatch/nonfinite") == 2
@@ -65,7 +67,8 @@ def test_mismatch_passes_nan_on_to_every_distance_and_counts_it():
 
 
 def test_mismatch_counts_a_token_the_trainer_finds_impossible():
-    old, rollout = torch.full((4,), -1.0), torch.full((4,), -1.0)
+    old = torch.full((4,), -1.0)
+    rollout = torch.full((4,), -1.0)
     old[0] = -math.inf
     got = mismatch(old, rollout, torch.ones(4) > 0)
     assert got["mismatch/nonfinite"] == 1 and got["mismatch/f5"] == 0.25

@@ -46,6 +46,8 @@ from tests.helpers.models import (
 from tests.helpers.passes import WholeBatch
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 # sizes -------------------------------------------------------------------------------------------
 
 
@@ -86,7 +88,8 @@ def test_parameters_have_the_totals_published_without_the_embedding():
 
 def test_MODELS_has_deepseek_v3_as_transformers_has_it_by_itself():
     """Its config class has the published sizes as defaults, but for the longer context."""
-    ours, theirs = MODELS["deepseek_v3"], CONFIG_MAPPING["deepseek_v3"]()
+    ours = MODELS["deepseek_v3"]
+    theirs = CONFIG_MAPPING["deepseek_v3"]()
     longer = {"architectures", "dtype", "rope_scaling", "max_position_embeddings", "rope_theta"}
     named = {k: getattr(theirs, k) for k in ours if k not in longer and hasattr(theirs, k)}
     assert len(named) > 25
@@ -161,7 +164,8 @@ def test_unsupported_names_what_the_trainer_cannot_run(model, changes, words):
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
 def test_family_equals_the_model_of_transformers(tmp_path, hf):
     """Log-probs, the tensors that come back, and the counts of parameters by how they are split."""
-    theirs, batch = write_model(tmp_path, hf), random_batch(9)
+    theirs = write_model(tmp_path, hf)
+    batch = random_batch(9)
     plan = plan_of(tmp_path, "replay=off")
     policy, back = policy_like_transformers(tmp_path, plan, theirs, batch, atol=3e-5)
     counts = parameters(plan.sizes)
@@ -177,7 +181,8 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
 @pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
 def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
-    folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
+    folder = SafetensorsFolder(tmp_path)
+    sizes = read_sizes(GLM | {"attention_bias": biased})
     kind = family("glm4_moe")
     with pytest.raises(
         ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
@@ -197,7 +202,8 @@ def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     few = ("rollout.max_new_tokens=6", "model.recompute=selective")
     plan = plan_of(tmp_path, *few, f"replay={replay}")
     with topology.start(plan) as topo:
-        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        policy = Policy.build(plan, topo)
+        engine = build_engine(plan, topo.device)
         engine.load_weights(policy.weights(), version=0)
         prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(4)]
         samples = engine.generate(prompts, Sampling(max_new_tokens=6, samples_per_prompt=2, seed=1))

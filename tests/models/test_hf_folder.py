@@ -36,6 +36,8 @@ from tests.helpers.models import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 TOKENIZER = CONFIG.parent / "tiny"
 LITE = json.loads((TOKENIZER / "config.json").read_text())
 FAMILIES = {
@@ -75,7 +77,7 @@ def equal(found, wanted):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """name -> a random model's folder as transformers saves it; beside it ``bf16`` holds its
+    """name -> a random model's folder as transformers saves it; next to it ``bf16`` holds its
     tensors, but for the routers' biases, in bfloat16."""
     folder = tmp_path_factory.mktemp("models")
     for name, hf in MODELS.items():
@@ -94,7 +96,9 @@ class Counted:
     """A tensor of a file, and the bytes that were taken of it."""
 
     def __init__(self, stored, sizes):
-        self.stored, self.shape, self.sizes = stored, stored.shape, sizes
+        self.stored = stored
+        self.shape = stored.shape
+        self.sizes = sizes
 
     def __getitem__(self, at):
         part = self.stored[at]
@@ -109,7 +113,9 @@ def there_and_back(source, out, *overrides):
         policy = Policy.build(plan, topo, trainable=False)
         limit = int(sum(f.stat().st_size for f in source.glob("*.safetensors")) / THIRD)
         save_checkpoint_hf(out, policy.weights(), plan, topo, max_shard_bytes=limit)
-        live, folder, sizes = policy.llm.named_parameters(), SafetensorsFolder(source), []
+        live = policy.llm.named_parameters()
+        folder = SafetensorsFolder(source)
+        sizes = []
         weight_table.load(policy.llm.table, live, lambda n: Counted(folder(n), sizes), topo)
         return sum(sizes), sum(tensor.nbytes for tensor in live.values())
 
@@ -220,7 +226,7 @@ def test_save_checkpoint_hf_writes_what_transformers_loads(models, tmp_path, nam
 
 @pytest.fixture(scope="module")
 def run(models):
-    """A run folder of two steps, the second after a resume, that writes hf/ beside each."""
+    """A run folder of two steps, the second after a resume, that writes hf/ next to each."""
     quick = ("batching.prompts=4", "evaluate.every=0", "log.progress=false", "checkpoint.every=1")
     for steps in (1, 2):
         command = [str(CONFIG), f"run={models / 'run'}", f"steps={steps}", *quick]

@@ -58,12 +58,14 @@ def test_adapter_rows_leaves_out_what_is_no_target():
 def test_adapter_table_counts_factors_of_experts(experts):
     """Shared by the experts of a layer: A of gate and up, B of down."""
     plan = tiny_plan(config=QWEN3)
-    sizes, table = plan.sizes, table_of(plan)
+    sizes = plan.sizes
+    table = table_of(plan)
     rows = adapter_table(
         table, lora(experts=experts, targets=["gate_proj", "up_proj", "down_proj"])
     )
     names = [name for row in rows for name in row.hf_names if ".experts." in name]
-    layers, n = len(sizes.router_layers), sizes.num_experts
+    layers = len(sizes.router_layers)
+    n = sizes.num_experts
     each = {"per_expert": 6 * n, "shared_outer": 3 * n + 3, "none": 0}[experts]
     assert len(names) == len(set(names)) == layers * each
     whole = [row for row in rows if ".experts." in row.hf_names[0] and row.expert is None]

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,11 +25,15 @@ from tests.helpers.passes import WholeBatch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 
 def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path):
     write_model(tmp_path, NEMOTRON)
-    sizes, kind = read_sizes(NEMOTRON), family("nemotron_h")
-    table, folder = kind.weights(sizes, 0), SafetensorsFolder(tmp_path)
+    sizes = read_sizes(NEMOTRON)
+    kind = family("nemotron_h")
+    table = kind.weights(sizes, 0)
+    folder = SafetensorsFolder(tmp_path)
     folder.check(table, kind.ignored(sizes, 0))
     for row in table:
         tensors = [folder(name)[:] for name in row.hf_names]
@@ -57,7 +62,8 @@ LAYOUTS = {
     "tp2": ("parallel.tp=2",),
     "cp2": ("parallel.cp=2", "model.recompute=full"),
     "pp2": (
-        *("parallel.pp=2", "parallel.pipeline_model_parallel_layout=Et|tt|t|tL"),
+        "parallel.pp=2",
+        "parallel.pipeline_model_parallel_layout=Et|tt|t|tL",
         "parallel.vpp=2",
     ),
     "dp2 ep2 dynamic": ("parallel.dp=2", "parallel.ep=2", "parallel.dynamic_cp=2"),
@@ -71,7 +77,8 @@ def test_Policy_of_every_layout_equals_one_process(tmp_path):
 
 def test_engine_and_trainer_bound_no_steps_of_time(tmp_path):
     """transformers bounds those of prompts by itself, which moves logits here."""
-    theirs, tokens = write_model(tmp_path, NEMOTRON), tuple(range(3, 60))
+    theirs = write_model(tmp_path, NEMOTRON)
+    tokens = tuple(range(3, 60))
     mixers = [module for module in theirs.modules() if hasattr(module, "time_step_limit")]
     logits = []
     with torch.no_grad():
@@ -85,7 +92,8 @@ def test_engine_and_trainer_bound_no_steps_of_time(tmp_path):
     assert (logits[0] - logits[1]).abs().max() > 1e-3
     plan = plan_of(tmp_path, "rollout.max_new_tokens=6", "replay=off")
     with topology.start(plan) as topo:
-        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        policy = Policy.build(plan, topo)
+        engine = build_engine(plan, topo.device)
         engine.load_weights(policy.weights(), version=0)
         samples = engine.generate([Prompt(0, tokens)], Sampling(max_new_tokens=6, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
@@ -113,7 +121,8 @@ def save_again(group, folder):
 def test_load_restores_states_under_other_layouts(tmp_path):
     """Weights and moments of two steps, bit for bit."""
     write_model(tmp_path, NEMOTRON)
-    plan, batch = plan_of(tmp_path, "replay=off"), random_batch()
+    plan = plan_of(tmp_path, "replay=off")
+    batch = random_batch()
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)

@@ -29,6 +29,8 @@ from tests.helpers.models import (
 )
 from tests.helpers.tiny import CONFIG, random_batch
 
+pytestmark = pytest.mark.multiprocess
+
 LITE = json.loads((CONFIG.parent / "tiny/config.json").read_text())
 CASES = {  # model, overrides, form of the file
     "GLM-4.7-Flash": (LITE, (), "single"),
@@ -51,7 +53,9 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
     hf, overrides, form = CASES[name]
     write_model(tmp_path / "base", hf)
     lora = ("replay=off", "lora.rank=4", "lora.alpha=8", *overrides)
-    plan, batch, folder = plan_of(tmp_path / "base", *lora), random_batch(5), tmp_path / "adapter"
+    plan = plan_of(tmp_path / "base", *lora)
+    batch = random_batch(5)
+    folder = tmp_path / "adapter"
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         draw_b(policy.llm)
@@ -80,7 +84,8 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
 def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd):
     write_model(tmp_path / "base", HF)
     lora = ("lora.rank=4", "lora.alpha=8")
-    run, batch = tmp_path / "run", random_batch(5)
+    run = tmp_path / "run"
+    batch = random_batch(5)
     with topology.start(plan := plan_of(tmp_path / "base", "replay=off", *lora)) as topo:
         policy = Policy.build(plan, topo)
         draw_b(policy.llm)

@@ -84,7 +84,8 @@ def test_write_adapter_fuses_as_peft_has_it(tmp_path):
     """B A of each expert, sliced out of the file by the order that peft documents."""
     plan, factors = written(tmp_path, "fused")
     a, b = (load_file(tmp_path / TENSORS)[f"{PAIR}.lora_{x}.weight"] for x in "AB")
-    number, rank = plan.sizes.num_experts, 2 * plan.lora.rank
+    number = plan.sizes.num_experts
+    rank = 2 * plan.lora.rank
     for e in range(number):
         delta = b[:, e::number] @ a[e * rank : (e + 1) * rank]
         name = f"model.layers.1.mlp.experts.{e}.{{}}_proj.lora_{{}}.weight"
@@ -96,9 +97,12 @@ def test_write_adapter_fuses_as_peft_has_it(tmp_path):
 
 def test_peft_folder_starts_gate_and_up_with_an_A_they_share(tmp_path):
     plan, factors = written(tmp_path, "fused")
-    number, rank = plan.sizes.num_experts, plan.lora.rank
-    width, hidden = plan.sizes.moe_intermediate_size, plan.sizes.hidden_size
-    a, b = torch.randn(number * rank, hidden), torch.randn(2 * width, rank * number)
+    number = plan.sizes.num_experts
+    rank = plan.lora.rank
+    width = plan.sizes.moe_intermediate_size
+    hidden = plan.sizes.hidden_size
+    a = torch.randn(number * rank, hidden)
+    b = torch.randn(2 * width, rank * number)
     foreign = {f"{PAIR}.lora_A.weight": a, f"{PAIR}.lora_B.weight": b}
     changed(tmp_path, foreign, rank_pattern={}, alpha_pattern={})
     with pytest.raises(ValueError, match=r"experts.gate_up_proj has rank 8 .* expected 4"):

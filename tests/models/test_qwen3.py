@@ -24,6 +24,8 @@ from tests.helpers.models import (
 )
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 MIXED = {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}
 # what transformers 4 wrote
 OLD_ROTARY = {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}
@@ -48,7 +50,8 @@ CHANGES = {
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
 def test_family_equals_the_model_of_transformers(tmp_path, changes):
     """Log-probs, the tensors that come back, and the plan's count of parameters."""
-    theirs, batch = write_model(tmp_path, changed(changes)), random_batch(9)
+    theirs = write_model(tmp_path, changed(changes))
+    batch = random_batch(9)
     policy_like_transformers(tmp_path, plan_of(tmp_path), theirs, batch, atol=2e-5)
 
 
@@ -92,12 +95,14 @@ def test_build_engine_has_the_model_of_the_trainer(tmp_path, changes):
     write_model(tmp_path, changed(changes))
     plan = plan_of(tmp_path, "rollout.max_new_tokens=9")
     with topology.start(plan) as topo:
-        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        policy = Policy.build(plan, topo)
+        engine = build_engine(plan, topo.device)
         engine.load_weights(policy.weights(), version=0)
         prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(6)]
         samples = engine.generate(prompts, Sampling(max_new_tokens=9, samples_per_prompt=2, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
-        experts, layers = plan.sizes.num_experts, plan.router_layers
+        experts = plan.sizes.num_experts
+        layers = plan.router_layers
         batch = Batch.of(samples, torch.zeros(len(samples)), num_experts=experts, layer_ids=layers)
         scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64))
     assert plan.router_layers == ((1, 2, 4) if changes is MIXED else (1, 2, 3))

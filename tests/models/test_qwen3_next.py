@@ -10,6 +10,8 @@ from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.plan.model.sizes import read_sizes
 from tests.helpers.models import QWEN35, QWEN_NEXT, check_layouts, write_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
     """One column each, numbered on."""
@@ -42,8 +44,10 @@ def test_shard_of_puts_gates_behind_the_queries_of_their_group(size):
 @pytest.mark.parametrize("hf", [QWEN_NEXT, QWEN35], ids=["qwen3_next", "qwen3_5_moe"])
 def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path, hf):
     write_model(tmp_path, hf)
-    sizes, kind = read_sizes(hf), family(hf["model_type"])
-    table, folder = kind.weights(sizes, 0), SafetensorsFolder(tmp_path)
+    sizes = read_sizes(hf)
+    kind = family(hf["model_type"])
+    table = kind.weights(sizes, 0)
+    folder = SafetensorsFolder(tmp_path)
     folder.check(table, kind.ignored(sizes, 0))
     for row in table:
         tensors = [folder(name)[:] for name in row.hf_names]

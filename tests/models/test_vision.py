@@ -42,6 +42,8 @@ from tests.helpers.vision import (
     write_model,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 MODELS = {"qwen": QWEN_VL, "kimi": KIMI_VL}
 FAMILIES = MODELS | {"qwen3_5_moe": QWEN35_VL}
 # of each sample: rows of text before, between and behind its images, whose grids are GRIDS in turn
@@ -51,7 +53,9 @@ TEXT = ((3, 2, 4), (7,), (1, 1, 5))
 def batch_of() -> tuple[Batch, Images]:
     """Samples with placeholders, and their images."""
     generator = torch.Generator().manual_seed(2)
-    tokens, found, grids = [], [], iter(GRIDS)
+    tokens = []
+    found = []
+    grids = iter(GRIDS)
     for sample, parts in enumerate(TEXT):
         row: list[int] = []
         for i, number in enumerate(parts):
@@ -140,7 +144,8 @@ def packed_of(batch, images, topo, sizes) -> tuple[Any, Any]:
 
 def count_of(hf: dict[str, Any]) -> int:
     """Parameters of the language model and of the tower."""
-    sizes, tower = read_sizes(hf), family(hf["model_type"]).tower
+    sizes = read_sizes(hf)
+    tower = family(hf["model_type"]).tower
     assert tower is not None
     shapes = (shape for row in tower.weights(sizes) for shape in row.shapes)
     return parameters(sizes).total + sum(map(math.prod, shapes))
@@ -307,7 +312,8 @@ def language_pass(policy: Policy, topo: Any) -> tuple[torch.Tensor, torch.Tensor
     whole = torch.zeros(len(batch.tokens), sizes.vocab_size)
 
     def loss(_number: int, output: torch.Tensor) -> torch.Tensor:
-        logits, real = output[0], micro.rows >= 0
+        logits = output[0]
+        real = micro.rows >= 0
         columns = slice(topo.tp_rank * logits.shape[1], (topo.tp_rank + 1) * logits.shape[1])
         rows = micro.rows[real]
         whole[rows, columns] = logits.detach()[real]
@@ -345,7 +351,8 @@ def test_towers_and_features_of_every_layout_equal_one_process(tmp_path):
         close(sum(part for _, part, *_ in found), gradient)
         for got, want in zip(found[-1][2], rows, strict=True):
             close(got, want)
-        kind, sizes = family(MODELS[model]["model_type"]).tower, read_sizes(MODELS[model])
+        kind = family(MODELS[model]["model_type"]).tower
+        sizes = read_sizes(MODELS[model])
         assert kind is not None
         for row in kind.weights(sizes):
             grads = [part[3][row.megatron_name] for part in found if row.megatron_name in part[3]]

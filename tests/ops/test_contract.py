@@ -21,6 +21,8 @@ from tests.helpers.contract_cases import CASES, every_op, results
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture(params=CASES)
 def call(request: pytest.FixtureRequest) -> tuple[Op, tuple[Any, ...]]:

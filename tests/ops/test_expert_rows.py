@@ -12,8 +12,16 @@ from tests.helpers import emulated
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 # tokens, experts, of a token; the last experts without a token
 SHAPES = [
-    *((0, 8, 2, 0), (1, 1, 1, 0), (5, 4, 4, 0), (33, 7, 3, 2), (255, 8, 2, 4), (256, 16, 3, 0)),
-    *((300, 64, 6, 40), (513, 130, 8, 0), (40, 300, 9, 0), (700, 512, 2, 500)),
+    (0, 8, 2, 0),
+    (1, 1, 1, 0),
+    (5, 4, 4, 0),
+    (33, 7, 3, 2),
+    (255, 8, 2, 4),
+    (256, 16, 3, 0),
+    (300, 64, 6, 40),
+    (513, 130, 8, 0),
+    (40, 300, 9, 0),
+    (700, 512, 2, 500),
 ]
 
 

@@ -223,7 +223,8 @@ def test_gather_routes_on_a_gpu_equals_the_reference(backend, dtype):
 def test_gather_routes_in_a_cuda_graph_reads_new_lengths():
     """Rows padded to a capacity: what is captured once serves every batch."""
     routes, rows, layers, experts = case(M=512)
-    static_routes, static_rows = routes.cuda(), rows.cuda()
+    static_routes = routes.cuda()
+    static_rows = rows.cuda()
     gather_routes(static_routes, static_rows, layers, experts)  # loads the kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), use_backend("native"):
@@ -264,7 +265,8 @@ def triton_equals_reference():
 
 def test_gather_routes_refuses_routes_of_another_device():
     """A kernel that read pinned memory would do so after the call, when it may be used again."""
-    routes, rows = torch.zeros(3, 2, 1, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    routes = torch.zeros(3, 2, 1, dtype=torch.uint8)
+    rows = torch.zeros(4, dtype=torch.int64)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="routes is on cpu, rows on cuda:0, expected one dev"):
             gather_routes(routes, torch.empty(4, dtype=torch.int64, device="cuda"), [0], 2)

@@ -103,7 +103,8 @@ def test_gather_rows_takes_a_strided_source(strided):
         "within": whole[:, 1:3].transpose(1, 2),
     }[strided]
     assert (native.rows_of(src) is src) == (strided != "within")
-    rows, fill = torch.tensor([3, 4, 5, -1, 59, 0]), torch.zeros_like(src[0])
+    rows = torch.tensor([3, 4, 5, -1, 59, 0])
+    fill = torch.zeros_like(src[0])
     expected = reference.gather_rows(src, rows, fill)
     assert torch.equal(native.gather_rows(src, rows, fill), expected)
 

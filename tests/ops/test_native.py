@@ -12,6 +12,8 @@ import pytest
 from pyrl_ext.ops import _native, check_extension
 from pyrl_ext.ops._native import C, Outdated, loaded, sources_hash
 
+pytestmark = pytest.mark.multiprocess
+
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
 
 # statistics of one row by "auto" and by every instruction set

@@ -46,10 +46,12 @@ def test_refuse_package_says_what_is_missing(tmp_path: Path, monkeypatch, packag
 
 
 def test_refuse_names_sizes_that_the_packages_do_not_take():
-    x, ends = torch.zeros(5, 12), boundaries([5])
+    x = torch.zeros(5, 12)
+    ends = boundaries([5])
     with use_backend("causal_conv1d"), pytest.raises(NotImplementedError, match="12 channels, exp"):
         causal_conv1d(x, torch.zeros(12, 4), None, ends)
-    q, gate = torch.zeros(5, 1, 264), torch.zeros(5, 1)
+    q = torch.zeros(5, 1, 264)
+    gate = torch.zeros(5, 1)
     with use_backend("fla"), pytest.raises(NotImplementedError, match="heads of 264, expected at"):
         gated_delta_rule(q, q, q, gate, gate, ends)
 
@@ -131,7 +133,8 @@ def test_packages_compute_what_the_definitions_say(package: str):
     """Results and gradients, to the rounding of bfloat16 in between."""
     pytest.importorskip(package)
     lengths = [70, 0, 1, 200, 17]
-    along, args = ALONG[CALLS[package][1]], _wide(package, sum(lengths))
+    along = ALONG[CALLS[package][1]]
+    args = _wide(package, sum(lengths))
     grad = torch.sin(torch.arange(args[2 if package == "fla" else 0].numel()))
     grad = grad.view(args[2 if package == "fla" else 0].shape).bfloat16()
     with use_backend(package):

@@ -19,8 +19,9 @@ BYTES = 48 << 20  # malloc maps as much as this anew
 
 
 def wants_huge_pages(tensor: Tensor) -> bool:
-    """Whether the mapping of the middle of ``tensor`` was advised to use huge pages."""
-    middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    """True if the mapping of the middle of ``tensor`` was advised to use huge pages."""
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split(maxsplit=1)[0]
         if "-" in head:
@@ -37,7 +38,8 @@ def large_results() -> dict[str, Tensor]:
     starts = torch.arange(len(rows) + 1)
     order = torch.arange(len(rows))
     floats = torch.zeros(1, 16).expand(len(rows), -1)
-    scores, ids = torch.zeros(BYTES // 4 // 512, 512), torch.zeros(BYTES // 4 // 512, 1).long()
+    scores = torch.zeros(BYTES // 4 // 512, 512)
+    ids = torch.zeros(BYTES // 4 // 512, 1).long()
     one = torch.ones(1)
     logits = torch.zeros(1, BYTES // 4)
     return {

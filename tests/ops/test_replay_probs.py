@@ -14,8 +14,19 @@ from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SHAPES = [  # (M, E, K)
-    *((1, 1, 1), (5, 4, 1), (33, 8, 2), (40, 7, 3), (70, 64, 4), (3, 8, 5), (65, 64, 6)),
-    *((31, 128, 8), (40, 256, 9), (3, 384, 8), (30, 160, 12), (9, 16, 16), (20, 40, 31)),
+    (1, 1, 1),
+    (5, 4, 1),
+    (33, 8, 2),
+    (40, 7, 3),
+    (70, 64, 4),
+    (3, 8, 5),
+    (65, 64, 6),
+    (31, 128, 8),
+    (40, 256, 9),
+    (3, 384, 8),
+    (30, 160, 12),
+    (9, 16, 16),
+    (20, 40, 31),
     (33, 64, 32),
 ]
 EMPTY = [(0, 8, 2), (3, 8, 0), (3, 0, 0), (0, 0, 0)]
@@ -64,7 +75,8 @@ def test_replay_probs_has_the_bits_of_megatron_core(router, E, device):
         for M, scale, dtype in ((1, None, torch.float32), (67, 1.8, torch.float32),
                                 (50, 2.5, torch.bfloat16)):  # fmt: skip
             logits, ids, grad = case((M, E, K), device=device, seed=K)
-            logits, grad = (8 * logits - 4).to(dtype), grad.to(dtype)
+            logits = (8 * logits - 4).to(dtype)
+            grad = grad.to(dtype)
             theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
             probs, routing_map = route(
                 theirs, K, scaling_factor=scale, router_replay=Given(ids), **options
@@ -94,7 +106,8 @@ def test_replay_probs_native_has_the_bits_of_torch(shape, norm):
             grad = grad.to(out)
             call = (scores, experts, norm, scale)
             with use_backend("native"):
-                probs, grads = op(*call, out), grad_op(grad, *call)
+                probs = op(*call, out)
+                grads = grad_op(grad, *call)
             for ours, torchs in zip(probs, reference.replay_probs(*call, out)):
                 assert torch.equal(ours, torchs), (dtype, out, ids)
             assert torch.equal(grads, reference.replay_probs_grad(grad, *call)), (dtype, out, ids)
@@ -115,7 +128,8 @@ def cuda_order(v):
 def test_replay_probs_cuda_threads_on_the_host_equal_the_reference(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids)
-        grad, call = grad.to(out), (scores, experts, norm, 1.7)
+        grad = grad.to(out)
+        call = (scores, experts, norm, 1.7)
         probs, routing_map = emulated.replay_probs(*call, out)
         expected, expected_map = reference.replay_probs(*call, out)
         assert torch.equal(routing_map, expected_map)
@@ -145,7 +159,8 @@ def test_replay_probs_cuda_threads_add_in_the_order_of_torch(shape):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_replay_probs_rounds_every_16_bit_number_as_torch(dtype):
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(1, -1)
-    halves, ids = bits.view(dtype), torch.tensor([[0]])
+    halves = bits.view(dtype)
+    ids = torch.tensor([[0]])
     numbers = halves[~halves.isnan()].view(-1, 1)
     ids = torch.zeros(len(numbers), 1, dtype=torch.uint8)
     for run in (op, emulated.replay_probs):
@@ -183,9 +198,11 @@ def test_replay_probs_takes_rows_at_any_address():
 @pytest.mark.parametrize("E", [64, 63])
 def test_replay_probs_cuda_threads_read_far_behind_the_start(E):
     """Rows behind element 2^33: the tensors' addresses are moved back, so that these are ours."""
-    before, M = (1 << 33) // E // 32 * 32, 70
+    before = (1 << 33) // E // 32 * 32
+    M = 70
     scores, ids, grad = case((M, E, 4))
-    out, routing_map = torch.empty(M, E), torch.empty(M, E, dtype=torch.bool)
+    out = torch.empty(M, E)
+    routing_map = torch.empty(M, E, dtype=torch.bool)
 
     def moved(tensor):
         moved = tensor.data_ptr() - before * tensor.shape[1] * tensor.element_size()
@@ -218,7 +235,8 @@ def test_replay_probs_cuda_threads_read_far_behind_the_start(E):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), threads=st.sampled_from([1, 2, 5]), norm=st.sampled_from(["none", "sum"]))
 def test_replay_probs_equals_a_python_loop(data, threads, norm):
-    E, M = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 1, 31, 33, 700]))
+    E = data.draw(st.integers(1, 40))
+    M = data.draw(st.sampled_from([0, 1, 31, 33, 700]))
     K = data.draw(st.integers(0, E))
     scores, ids, _ = case((M, E, K), torch.float64, torch.int16, seed=E)
     before = torch.get_num_threads()
@@ -304,15 +322,18 @@ def test_replay_probs_backends_decline_with_a_reason():
 def triton_equals_reference():
     # the interpreter cuts float32 off where it rounds to bfloat16, so no result is bfloat16 here
     dtypes = [
-        *((torch.float32, torch.float32), (torch.bfloat16, torch.float32)),
-        *((torch.float32, torch.float16), (torch.float64, torch.float64)),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float64),
     ]
     of_ids = [torch.uint8, torch.uint16, torch.int32, torch.int64]
     for n, shape in enumerate(SHAPES + EMPTY):
         for norm, scale in (("none", 0.0), ("sum", 1.7)):
             (dtype, out), ids = dtypes[n % 4], of_ids[n % 4]
             scores, experts, grad = case(shape, dtype, ids)
-            grad, call = grad.to(out), (scores, experts, norm, scale)
+            grad = grad.to(out)
+            call = (scores, experts, norm, scale)
             with use_backend("triton"):
                 probs, routing_map = op(*call, out)
                 if dtype != torch.bfloat16:
@@ -330,7 +351,8 @@ def triton_equals_reference():
 def test_replay_probs_on_a_gpu_has_the_bits_of_torch(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids, "cuda")
-        grad, call = grad.to(out), (scores, experts, norm, 1.7)
+        grad = grad.to(out)
+        call = (scores, experts, norm, 1.7)
         expected = reference.replay_probs(*call, out)
         expected_grad = reference.replay_probs_grad(grad, *call)
         for backend in op.backends[:2]:

@@ -15,8 +15,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
 # rows, heads and width of queries and of keys, turned elements
 SHAPES = [
-    *((0, 2, 4, 1, 4, 4), (1, 1, 2, 1, 2, 2), (5, 3, 20, 1, 16, 16), (7, 4, 32, 2, 32, 32)),
-    *((9, 4, 32, 2, 32, 16), (3, 5, 7, 0, 7, 6), (33, 20, 256, 1, 64, 64)),
+    (0, 2, 4, 1, 4, 4),
+    (1, 1, 2, 1, 2, 2),
+    (5, 3, 20, 1, 16, 16),
+    (7, 4, 32, 2, 32, 32),
+    (9, 4, 32, 2, 32, 16),
+    (3, 5, 7, 0, 7, 6),
+    (33, 20, 256, 1, 64, 64),
 ]
 HOWS = list(
     product((False, True), ("halves", "neighbours"), ("halves", "neighbours"), (False, True))
@@ -36,7 +41,8 @@ def case(shape, dtype, device="cpu"):
 
 def turned_by_hand(heads, turns, last, source, result, back):
     """[T, H, D] float64, a loop over pairs."""
-    out, half = heads.double().clone(), turns.shape[1] // 2
+    out = heads.double().clone()
+    half = turns.shape[1] // 2
     at = heads.shape[2] - 2 * half if last else 0
     cos, sin = (x[:, None] for x in turns.double().split(half, -1))
     places = {
@@ -45,7 +51,8 @@ def turned_by_hand(heads, turns, last, source, result, back):
     }
     for j in range(half):
         a, b = (heads[..., i].double() for i in places[source](j))
-        c, s = cos[..., j], (-sin if back else sin)[..., j]
+        c = cos[..., j]
+        s = (-sin if back else sin)[..., j]
         x, y = places[result](j)
         out[..., x], out[..., y] = a * c - b * s, b * c + a * s
     return out

@@ -88,7 +88,8 @@ def test_sequences_leak_nothing_into_others(along, lengths, which):
 @each_operator
 def test_sequences_operators_pass_gradcheck(along):
     leaves = [x.requires_grad_() for x in along.arguments(5)]
-    run, ends = along.run, boundaries([2, 1, 2])
+    run = along.run
+    ends = boundaries([2, 1, 2])
     assert torch.autograd.gradcheck(lambda *x: run(*x, ends), leaves, fast_mode=True)
 
 

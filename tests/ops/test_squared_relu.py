@@ -21,7 +21,8 @@ def leaves(dtype, rows=9, width=31):
 def test_squared_relu_and_its_gradients_are_those_of_autograd_in_float64(dtype, bound):
     x, weight, grad = leaves(dtype)
     exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    out, want = squared_relu(x, weight), F.relu(exact[0]).square() * exact[1][:, None]
+    out = squared_relu(x, weight)
+    want = F.relu(exact[0]).square() * exact[1][:, None]
     found = out, *torch.autograd.grad(out, (x, weight), grad)
     exactly = want, *torch.autograd.grad(want, exact, grad.double())
     assert [t.dtype for t in found] == [dtype, dtype, weight.dtype]

@@ -59,7 +59,8 @@ def check(forward, backward, gate_up, weight, grad):
     want = [reference.swiglu(gate_up, weight), *reference.swiglu_grad(grad, gate_up, weight)]
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in want]
     if weight is None:
-        found, want = found[:2], want[:2]
+        found = found[:2]
+        want = want[:2]
     sizes = *wanted[:2], magnitudes(gate_up, grad)
     for ours, theirs, size in zip(errors(found, wanted), errors(want, wanted), sizes):
         largest = size.abs().max().item() if size.numel() else 0

@@ -115,8 +115,16 @@ def test_token_logprob_reads_and_writes_every_16_bit_number_as_torch(isa, dtype)
     half = torch.full((T,), 2.0).log()
     out = grad_on(
         isa,
-        *(torch.zeros(T, 2, dtype=dtype), torch.full((T,), 5), torch.ones(T), 0, 2),
-        *(torch.zeros(T), half, half, -2 * values, torch.zeros(T)),
+        torch.zeros(T, 2, dtype=dtype),
+        torch.full((T,), 5),
+        torch.ones(T),
+        0,
+        2,
+        torch.zeros(T),
+        half,
+        half,
+        -2 * values,
+        torch.zeros(T),
     )
     wanted = values.to(dtype)
     step = (out[:, 0].view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
@@ -145,8 +153,16 @@ def test_token_logprob_makes_no_nan_of_infinities(backend, dtype):
     assert top[1] == -INF
     with use_backend(backend):
         grad = token_logprob_grad(
-            *(logits, targets, scale, 0, V, top, total.log(), total.log().clamp(min=0)),
-            *(torch.ones(len(rows)), torch.ones(len(rows))),
+            logits,
+            targets,
+            scale,
+            0,
+            V,
+            top,
+            total.log(),
+            total.log().clamp(min=0),
+            torch.ones(len(rows)),
+            torch.ones(len(rows)),
         )
     assert grad.isfinite().all()
     assert torch.equal(grad[1:4].count_nonzero(1), torch.zeros(3, dtype=torch.int64))
@@ -180,7 +196,8 @@ def test_token_logprob_stats_show_a_nan_of_any_payload():
     logits = bits.view(torch.float32)
     for isa in ("avx512", "avx2", "portable"):
         if C.has_isa(isa):
-            zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+            zero = torch.zeros(1, dtype=torch.int64)
+            one = torch.ones(1)
             assert stats_on(isa, logits, zero, one, 0, 2)[1].isnan()
 
 
@@ -289,7 +306,8 @@ def test_token_logprob_takes_a_target_that_is_not_kept():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_token_logprob_takes_memory_that_starts_anywhere(isa, dtype):
-    T, V = 3, 301
+    T = 3
+    V = 301
     logits, targets, scale = case(T, V, dtype)
     keep = torch.rand(T, V) < 0.7
     rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, V)]
@@ -316,11 +334,13 @@ def test_token_logprob_has_the_same_bits_alone_and_in_a_batch():
 
 @pytest.mark.parametrize("isa", ["auto", "emulated"])
 def test_token_logprob_takes_more_than_2_31_elements(isa):
-    columns, width = (1 << 31) + 8, 40
+    columns = (1 << 31) + 8
+    width = 40
     memory = mmap.mmap(-1, 4 * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     logits = torch.frombuffer(memory, dtype=torch.bfloat16).view(2, columns)  # pages on demand
     logits[1, :width] = torch.arange(width)
-    targets, scale = torch.tensor([0, 7]), torch.ones(2)
+    targets = torch.tensor([0, 7])
+    scale = torch.ones(2)
     stats = stats_on(isa, logits, targets, scale, 0, width)
     assert stats[0].tolist() == [0, 39] and stats[3].tolist() == [0, 7]
 
@@ -335,8 +355,10 @@ def test_token_logprob_takes_more_than_2_31_elements(isa):
     masked=st.booleans(),
 )
 def test_token_logprob_equals_a_python_loop(T, V, cut, first, isa, masked):
-    logits, scale = case(T, 71)[0][:, :V].contiguous(), torch.rand(T) + 0.5
-    width, targets = max(V - cut, 0), torch.arange(T) * 9
+    logits = case(T, 71)[0][:, :V].contiguous()
+    scale = torch.rand(T) + 0.5
+    width = max(V - cut, 0)
+    targets = torch.arange(T) * 9
     keep = torch.rand(T, V) < 0.6 if masked else None
     ours = stats_on(isa, logits, targets, scale, first, width, keep)
     for t in range(T):
@@ -344,7 +366,8 @@ def test_token_logprob_equals_a_python_loop(T, V, cut, first, isa, masked):
             -INF if keep is not None and not keep[t, c] else logits[t, c].item()
             for c in range(width)
         ]
-        top, c = max(x, default=-INF), int(targets[t]) - first
+        top = max(x, default=-INF)
+        c = int(targets[t]) - first
         d = torch.tensor([(v - top) * scale[t].item() for v in x if v > -INF], dtype=torch.float64)
         row = [top, d.exp().sum(), (d.exp() * d).sum(), x[c] if 0 <= c < width else 0]
         torch.testing.assert_close(ours[:, t], torch.tensor(row).float(), rtol=1e-5, atol=1e-5)
@@ -358,7 +381,8 @@ def test_token_logprob_grad__writes_over_the_logits(backend):
     args = (targets, scale, 0, 300, *rows)
     with use_backend(backend):
         wanted = token_logprob_grad(logits, *args, keep_mask=keep)
-        before, version = logits.clone(), logits._version
+        before = logits.clone()
+        version = logits._version
         assert token_logprob_grad_(logits, *args, keep_mask=keep) is logits
     assert torch.equal(logits, wanted) and logits._version > version
     torch.library.opcheck(over_op.overload, (before, *args, keep))
@@ -370,7 +394,11 @@ def shards_of(logits, targets, scale, sizes, keep=None):
     return torch.stack(
         [
             token_logprob_stats(
-                *(logits[:, first : first + size].contiguous(), targets, scale, first, size),
+                logits[:, first : first + size].contiguous(),
+                targets,
+                scale,
+                first,
+                size,
                 None if keep is None else keep[:, first : first + size].contiguous(),
             )
             for first, size in zip(firsts, sizes, strict=True)
@@ -382,8 +410,10 @@ def check_rows(rows, combine, dtype, device="cpu"):
     """``rows`` and ``combine`` of a backend against float64: rows of any range, and one without a
     finite logit, one of NaN, targets that are not kept or out of range."""
     logits, targets, scale, keep = ranges(V=40_000, dtype=dtype)
-    logits, keep = torch.cat([logits, logits[:4]]), torch.cat([keep, keep[:4]])
-    targets, scale = torch.cat([targets, targets[:4]]), torch.cat([scale, scale[:4]])
+    logits = torch.cat([logits, logits[:4]])
+    keep = torch.cat([keep, keep[:4]])
+    targets = torch.cat([targets, targets[:4]])
+    scale = torch.cat([scale, scale[:4]])
     logits[8], logits[9, 7], targets[11] = -INF, torch.nan, 40_000
     keep[9, 7], keep[10, -1] = True, False
     logits, targets, scale, keep = (t.to(device) for t in (logits, targets, scale, keep))
@@ -397,7 +427,7 @@ def check_rows(rows, combine, dtype, device="cpu"):
             combine(shards, targets, scale, 40_000),
         ):
             found = torch.stack(list(ours)).double()
-            found[2, 9] = exact[2, 9]  # the maximum beside a NaN is any number
+            found[2, 9] = exact[2, 9]  # the maximum next to a NaN is any number
             torch.testing.assert_close(found, exact, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
@@ -440,7 +470,7 @@ def on_device(device):
                 grad = token_logprob_grad(logits, targets, scale, 3, 70, *rows)
                 if dtype == torch.float32:
                     half = token_logprob_grad(
-                        *(logits, targets, scale, 3, 70, *rows), dtype=torch.bfloat16
+                        logits, targets, scale, 3, 70, *rows, dtype=torch.bfloat16
                     )
                     torch.testing.assert_close(half, grad.bfloat16())
                 assert grad[:, 70:].count_nonzero() == 0

@@ -180,9 +180,11 @@ def test_of_takes_patches_as_the_encoder_reads_them(dtype):
 
 def test_batch_refuses_samples_without_the_sets_that_it_needs():
     samples = [with_kept(each, 120) for each in make_samples()]
-    counts, ids = samples[3].kept_counts, samples[3].kept_ids
+    counts = samples[3].kept_counts
+    ids = samples[3].kept_ids
     assert counts is not None and ids is not None
-    counts, ids = counts.clone(), torch.cat([ids, torch.tensor([130], dtype=torch.int32)])
+    counts = counts.clone()
+    ids = torch.cat([ids, torch.tensor([130], dtype=torch.int32)])
     counts[-1] += 1
     wrong = {
         "no kept sets, expected those": replace(samples[3], kept_counts=None, kept_ids=None),
@@ -193,10 +195,12 @@ def test_batch_refuses_samples_without_the_sets_that_it_needs():
             Batch.of([*samples[:3], each], torch.zeros(4), kept_of=120)
     kept = Batch.of(samples, torch.zeros(len(samples)), kept_of=120).kept
     assert kept is not None and Batch.of(samples, torch.zeros(len(samples))).kept is None
-    ids, row = [], 0
+    ids = []
+    row = 0
     for sample in samples:
         assert sample.kept_counts is not None and sample.kept_ids is not None
         end = row + len(sample.tokens) - 1
         assert kept.counts[row:end].tolist() == sample.kept_counts[1:].tolist()
-        row, ids = end, ids + sample.kept_ids.tolist()
+        row = end
+        ids = ids + sample.kept_ids.tolist()
     assert kept.ids.tolist() == ids

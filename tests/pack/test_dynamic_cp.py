@@ -22,8 +22,10 @@ from tests.helpers.dynamic_cp import COST, least_makespan, problems
 
 def check(plan: Schedule, seqlens, ranks, limit, **options) -> None:
     """Each claim of the docstring, from the lengths."""
-    least, most = options.get("min_cp_size", 1), options.get("max_cp_size") or ranks
-    tp, tile = options.get("tp_size", 1), options.get("tile_rows", 1)
+    least = options.get("min_cp_size", 1)
+    most = options.get("max_cp_size") or ranks
+    tp = options.get("tp_size", 1)
+    tile = options.get("tile_rows", 1)
     assert plan.num_ranks == ranks
     assert sorted(plan.samples) == list(range(len(seqlens)))
     for groups in plan.microbatches:
@@ -53,7 +55,8 @@ def makespan(plan: Schedule, seqlens, cost: CostModel, tp: int = 1, tile: int = 
         for _, size, samples in groups:
             align = alignment(tp, size, tile)
             rows = [-(-seqlens[i] // align) * align for i in samples]
-            received, exchange = sum(rows) * (size - 1) / size, cost.exchange(size)
+            received = sum(rows) * (size - 1) / size
+            exchange = cost.exchange(size)
             work = cost.token_seconds * sum(rows) + cost.square_seconds * sum(n * n for n in rows)
             if rows:
                 moved = exchange.launch_seconds + exchange.token_seconds * received
@@ -82,7 +85,8 @@ def test_plan_dynamic_cp_meets_its_bars(lengths):
 
 
 def few_samples(draw: random.Random, most: int, **options: Any) -> Problem:
-    ranks, limit = draw.choice([2, 3, 4, 6, 8]), 960
+    ranks = draw.choice([2, 3, 4, 6, 8])
+    limit = 960
     samples = [draw.lognormvariate(6.4, 1) for _ in range(draw.randint(2, most))]
     exchange = Exchange(8, 0, draw.choice([0, 80, 400]))
     cost = CostModel(4000, 1, draw.choice([8e4, 4e5, 1.2e6]), (exchange,))
@@ -96,7 +100,8 @@ def test_plan_dynamic_cp_finds_the_best_plan_of_few_samples(options):
     draw = random.Random(7)
     for _ in range(30):
         problem = few_samples(draw, 6, **options)
-        least, found = least_makespan(problem), search(problem)
+        least = least_makespan(problem)
+        found = search(problem)
         assert found.makespan == pytest.approx(least, rel=1e-12)
         assert found.lower_bound <= least * (1 + 1e-12)
         check_groups(found, problem)
@@ -114,7 +119,8 @@ def check_groups(found: Found, problem: Problem) -> None:
 
 def test_plan_dynamic_cp_is_near_the_best_plan_of_ten_samples(monkeypatch):
     """All plans are too many: within 1 % in the mean, 4 % in the worst of these cases."""
-    draw, found = random.Random(1), []
+    draw = random.Random(1)
+    found = []
     for _ in range(12):
         problem = few_samples(draw, 10)
         with monkeypatch.context() as patched:

@@ -25,6 +25,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import make_sample
 from tests.helpers.tiny import LAYERS, one_rank
 
+pytestmark = pytest.mark.multiprocess
+
 WIDTH = 96  # of a patch: 3 channels, 2 times, 4 x 4
 LAYOUTS = {  # of the language model, of the encoder: four ranks
     "dp=2": "dp=2",
@@ -39,9 +41,11 @@ OWNERS = ([0, 1, 2, 3], [0, 1, 0, 1], [2, 2, 2, 2])
 
 def sample(prompt: int, index: int) -> Sample:
     draw = np.random.default_rng(prompt)  # samples of a group share their images
-    row, images = 0, list[Image]()
+    row = 0
+    images = list[Image]()
     for number in range((0, 1, 2, 3, 1, 0)[prompt]):
-        high, wide = int(draw.integers(1, 5)), int(draw.integers(1, 4))
+        high = int(draw.integers(1, 5))
+        wide = int(draw.integers(1, 4))
         g = torch.Generator().manual_seed(10 * prompt + number)
         patches = torch.randint(256, (4 * high * wide, WIDTH), generator=g, dtype=torch.uint8)
         row += int(draw.integers(0, 2))
@@ -74,7 +78,8 @@ def step_of(rank: int, plan: Plan, owners: list[int], samples: list[Sample]) -> 
 
 
 def moved_to_ranks(group: dist.ProcessGroup, config: Path) -> list[Any]:
-    rank, found = group.rank(), []
+    rank = group.rank()
+    found = []
     for llm, vision in LAYOUTS.items():
         plan = plan_of(config, llm, vision)
         for hosts in HOSTS:
@@ -103,12 +108,15 @@ def encoded_on(
     shard: BatchShard, schedules: list[Schedule], plan: Plan, rank: int
 ) -> list[tuple[int, int, int]]:
     """(microbatch, sample, row) of every image whose patches the rank has; they are compared."""
-    grid, images = plan.grids["vision"], shard.images["vision"]
+    grid = plan.grids["vision"]
+    images = shard.images["vision"]
     encodes = rank in grid.ranks and grid.place(rank).pp == 0
     assert (images.patches is not None) == encodes == (shard.seat.replica >= 0)
     if not encodes:
         return []
-    replica, found, first = grid.place(rank).dp, list[tuple[int, int, int]](), 0
+    replica = grid.place(rank).dp
+    found = list[tuple[int, int, int]]()
+    first = 0
     assert shard.seat.replica == replica
     for number, schedule in enumerate(schedules):
         part = shard.minibatch(number).images["vision"]
@@ -135,10 +143,8 @@ def exchanged(tmp_path_factory):
 
 
 def test_shard_batch_brings_every_image_to_one_replica(exchanged, tmp_path):
-    config, every = (
-        write_run(tmp_path),
-        [(i, x.row) for i, s in enumerate(SAMPLES) for x in s.images],
-    )
+    config = write_run(tmp_path)
+    every = [(i, x.row) for i, s in enumerate(SAMPLES) for x in s.images]
     for llm, hosts, owners, _, everyone in exchanged[0]:
         grid = plan_of(config, llm, LAYOUTS[llm]).grids["vision"]
         replicas = range(grid.parallel.dp)
@@ -165,7 +171,8 @@ def test_shard_batch_moves_exactly_the_patches_that_a_rank_encodes(exchanged):
 
 def test_seats_of_follows_the_grids(tmp_path):
     """A rank may compute rows of the language model and take patches."""
-    config, index = write_run(tmp_path), BatchIndex.of(SAMPLES)
+    config = write_run(tmp_path)
+    index = BatchIndex.of(SAMPLES)
     seats = seats_of(plan_of(config, "dp=2", "dp=2"), index)
     assert [(s.replica, s.grid_rank) for s in seats] == [(-1, 0), (-1, 1), (0, -1), (1, -1)]
     shared = compile_plan(config, ["parallel.pp=2", "parallel.tp=2", "modules.vision.ranks=shared"])

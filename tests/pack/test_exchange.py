@@ -43,7 +43,10 @@ from tests.helpers.ranks import fork_ranks, run_ranks
 from tests.helpers.samples import make_sample, with_kept
 from tests.helpers.tiny import one_rank, tiny_plan
 
-LAYERS, DEPTHS = (1, 2, 3), 1
+pytestmark = pytest.mark.multiprocess
+
+LAYERS = (1, 2, 3)
+DEPTHS = 1
 LAYOUTS = ("dp=4", "tp=2 pp=2", "cp=2 dp=2", "pp=4", "cp=4", "dp=2 pp=2")
 HOSTS = ([0, 0, 0, 0], [0, 1, 2, 3], [5, 7, 5, 7])
 OWNERS = ([0, 1, 2, 3], [2, 2, 2, 2], [3, 3, 1, 1])
@@ -72,7 +75,8 @@ def plan_of(layout: str, *more: str) -> Plan:
 def schedules_of(plan: Plan, index: BatchIndex) -> list[Schedule]:
     """Two minibatches; where four ranks share no rows, one with context-parallel groups of 2, 1, 1
     and a microbatch that leaves two ranks empty."""
-    parallel, found = plan.parallel, []
+    parallel = plan.parallel
+    found = []
     for ids in index.split(2):
         lengths = index.seqlens[ids].tolist()
         sizes = parallel.dp, 64, plan.row_alignment, parallel.cp
@@ -86,10 +90,11 @@ def schedules_of(plan: Plan, index: BatchIndex) -> list[Schedule]:
 
 
 def moved_to_ranks(group: dist.ProcessGroup) -> list[Any]:
-    rank, found = group.rank(), []
+    rank = group.rank()
+    found = []
     for layout in LAYOUTS:
         plan = plan_of(layout, "rollout.top_k=6")
-        assert plan.trains_on_kept_sets and plan.sizes.vocab_size == 128
+        assert plan.trains_on_sampling_mask and plan.sizes.vocab_size == 128
         for hosts in HOSTS:
             for owners in OWNERS:
                 topo = replace(
@@ -132,7 +137,9 @@ def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
     """Ranks send nothing but first parts until every rank has the rows of its first microbatch."""
     plan, topo, batch, index = rank_of_four(group.rank(), range(4))
     schedules = schedules_of(plan, index)
-    held, taken = list[Any](), list[int]()  # what is to be sent, and what was waited for
+    # what is to be sent, and what was waited for
+    held = list[Any]()
+    taken = list[int]()
     isend = dist.isend
 
     def hold(*arguments: Any, **named: Any) -> Any:
@@ -214,11 +221,13 @@ def error_of(call: Callable[[], Any]) -> str:
 def check_rows(shard: BatchShard, schedules: list[Schedule], plan: Plan, rank: int) -> None:
     """Every column against the samples, row by row."""
     where = ranks(plan.parallel)[rank]
-    grid, last = where.dp * plan.parallel.cp + where.cp, where.pp == plan.parallel.pp - 1
+    grid = where.dp * plan.parallel.cp + where.cp
+    last = where.pp == plan.parallel.pp - 1
     layers = [i for chunk in plan.stages[where.pp] for i in chunk.layers if i in LAYERS]
     whole = Batch.of(SAMPLES, torch.arange(float(len(SAMPLES))))
     sample_of = [s for s, n in enumerate(whole.seqlens) for _ in range(n)]
-    rows, routed = [], []
+    rows = []
+    routed = []
     for schedule in schedules:
         for number in range(len(schedule)):
             group = schedule.group_of(number, grid)
@@ -281,7 +290,8 @@ def check_kept(shard: BatchShard, plan: Plan, rank: int) -> None:
     if not shard.seat.last_stage:
         assert shard.kept(0) is None
         return
-    tp_rank, number = ranks(plan.parallel)[rank].tp, 0
+    tp_rank = ranks(plan.parallel)[rank].tp
+    number = 0
     for part in map(shard.minibatch, range(len(shard.minibatches))):
         for microbatch in range(len(part.schedule)):
             first, end = shard.rows.first_token[number : number + 2]
@@ -324,7 +334,8 @@ def wanted(
 
     for rows, size in ((shard.rows.tokens, per_token), (shard.rows.routers, per_router)):
         for row in rows:
-            owner, each = owners[prompts[row] % 4], size
+            owner = owners[prompts[row] % 4]
+            each = size
             each += kept(row) if rows is shard.rows.tokens else 0
             network += each * (hosts[owner] != hosts[rank])
             shared += each * (hosts[owner] == hosts[rank] and owner != rank)
@@ -339,7 +350,9 @@ def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     plan, topo, batch, index = rank_of_four(rank, hosts)
-    schedules, isend, sent = schedules_of(plan, index), dist.isend, []
+    schedules = schedules_of(plan, index)
+    isend = dist.isend
+    sent = []
 
     def kill(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -356,10 +369,12 @@ def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) 
         return clock("time/exchange")
 
     with heartbeat.heartbeats(topo) as beats:
-        clock, beats.step = Clock(on_phase=beats.enter), 5
+        clock = Clock(on_phase=beats.enter)
+        beats.step = 5
         dist.barrier()
         if rank == 2:
-            dist.isend, dist.barrier = send, kill
+            dist.isend = send
+            dist.barrier = kill
         with clock("time/exchange"):
             shard, _ = shard_batch(batch, index, schedules, plan, topo, waiting)
         with clock("time/old_logprobs"):

@@ -30,7 +30,8 @@ KEY = "modules.vision.patches_per_microbatch"
 @st.composite
 def steps(draw):
     """(images, lengths) of a step; some samples without images, some with several."""
-    lengths, table = [], []
+    lengths = []
+    table = []
     for sample in range(draw(st.integers(1, 14))):
         length = draw(st.integers(1, 9))
         for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 3]))):
@@ -108,7 +109,8 @@ def check_patches(
     held: ShardImages, whole: EncoderWork, replica: int, numbers: range, pixels: torch.Tensor
 ) -> None:
     """``held`` has microbatches ``numbers`` of ``whole``, by a loop over images."""
-    images, first = whole.images, np.cumsum([0, *whole.images.patches]).tolist()
+    images = whole.images
+    first = np.cumsum([0, *whole.images.patches]).tolist()
     for at, number in reversed([*enumerate(numbers)]):
         patches, grids, rows = held.microbatch(at, replica)
         assert patches is not None
@@ -135,7 +137,8 @@ def test_PatchStream_has_the_patches_of_a_replica_in_the_order_of_its_microbatch
     whole = EncoderWork(images, schedule, lengths, replicas)
     owners = (images.samples % 3).astype(np.int32)
     stream = PatchStream("vision", whole, owners, 3, 2)
-    pixels, num = torch.randn(int(images.patches.sum()), 3), len(schedule)
+    pixels = torch.randn(int(images.patches.sum()), 3)
+    num = len(schedule)
     of_row = np.repeat(owners, images.patches)
     for replica in range(replicas):
         need = stream.need(replica, np.arange(num + 1))
@@ -158,7 +161,8 @@ def test_PatchStream_has_the_patches_of_a_replica_in_the_order_of_its_microbatch
 @settings(max_examples=200, deadline=None)
 def test_spread_gives_the_largest_image_to_the_replica_with_least(sizes, replicas):
     """The first of equal images, and of equal replicas: every rank finds the same."""
-    loads, want = [0] * replicas, [list[int]() for _ in range(replicas)]
+    loads = [0] * replicas
+    want = [list[int]() for _ in range(replicas)]
     for size, image in sorted((-size, image) for image, size in enumerate(sizes)):
         replica = loads.index(min(loads))
         want[replica].append(image)

@@ -128,9 +128,11 @@ def samples_with_images(draw):
     """Samples of three groups, some with images: as many and as large as may be."""
     found: list[Sample] = []
     for place in range(draw(st.integers(1, 7))):
-        row, images = 0, list[Image]()
+        row = 0
+        images = list[Image]()
         for _ in range(draw(st.sampled_from([0, 0, 1, 2, 3]))):
-            high, wide = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+            high = draw(st.integers(1, 3))
+            wide = draw(st.integers(1, 3))
             row += draw(st.integers(0, 2))
             patches = torch.zeros(4 * high * wide, 3, dtype=torch.uint8)
             images.append(Image(row, high * wide, (1, 2 * high, 2 * wide), patches))
@@ -283,7 +285,8 @@ def fanned() -> list[Sample]:
     for (group, place), (reward, turns) in FANNED.items():
         for turn, tokens in enumerate(turns):
             sample = make_sample(group, place, 2 + 3 * turn, tokens)
-            last, reason = turn == len(turns) - 1, "length" if place == 1 else "stop"
+            last = turn == len(turns) - 1
+            reason = "length" if place == 1 else "stop"
             sample = replace(sample, turn=turn, last=last, reward=reward, finish_reason=reason)
             found.append(sample)
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
@@ -301,8 +304,10 @@ def test_joined_orders_parts_of_a_trajectory_by_turn():
 
 
 def test_stats_count_a_trajectory_once():
-    stats, given = BatchIndex.of(fanned()).stats(), FANNED.values()
-    rewards, sampled = [r for r, _ in given], [sum(turns) for _, turns in given]
+    stats = BatchIndex.of(fanned()).stats()
+    given = FANNED.values()
+    rewards = [r for r, _ in given]
+    sampled = [sum(turns) for _, turns in given]
     assert stats["reward"] == pytest.approx(np.mean(rewards))
     assert stats["rollout/reward_std"] == pytest.approx(np.std(rewards))
     assert stats["rollout/flat_groups"] == pytest.approx(1 / 3)
@@ -319,7 +324,8 @@ def test_of_counts_sampled_tokens_without_observations():
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_do_not_depend_on_how_a_trajectory_is_cut(name):
     """Every sample has the number that the trajectory has as one sample of as many tokens."""
-    index, advantage = BatchIndex.of(fanned()), build_advantage(Objective(advantage=name))
+    index = BatchIndex.of(fanned())
+    advantage = build_advantage(Objective(advantage=name))
     keys = [*zip(index.groups, index.places, strict=True)]
     whole = [
         replace(make_sample(*key, 2, sum(turns)), reward=reward)
@@ -369,7 +375,8 @@ def test_advantages_over_an_observation_equal_published_numbers():
     assert rows(turns) == [[1, 1], [0, 0, 0, 0, 1, 1]]
     index = BatchIndex.of([*turns, replace(make_sample(10, 1, 1, 2), reward=0.0)])
     plus = index.advantages(build_advantage(Objective(advantage="reinforce_pp"))).tolist()
-    mean, std = 4 / 6, np.std([1, 1, 1, 1, 0, 0], ddof=1) + 1e-6
+    mean = 4 / 6
+    std = np.std([1, 1, 1, 1, 0, 0], ddof=1) + 1e-6
     assert plus == pytest.approx([(1 - mean) / std] * 2 + [-mean / std], rel=1e-5)
 
 

@@ -24,7 +24,8 @@ class Oracle:
     """Every rank's list of (sequence, position), position >= length being padding."""
 
     def __init__(self, layout):
-        cp, tp = layout.cp_size, layout.tp_size
+        cp = layout.cp_size
+        tp = layout.tp_size
         self.padded = []
         for n in layout.seqlens:
             while n % (tp if cp == 1 else 2 * cp * tp) or n % layout.align:

@@ -24,6 +24,8 @@ from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch
 
+pytestmark = pytest.mark.multiprocess
+
 PLACES = [
     Place(cp, cp_rank, tp_size=tp, tp_rank=tp - 1)
     for cp in (1, 2, 4)
@@ -35,7 +37,8 @@ PLACES = [
 @pytest.mark.parametrize("tile_rows", [1, 8])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_of_takes_the_rows_of_its_place(place, tile_rows):
-    batch, ids = random_batch(6), [4, 0, 3]
+    batch = random_batch(6)
+    ids = [4, 0, 3]
     routes = batch.routes
     assert routes is not None
     if tile_rows > 1:  # and ids of two bytes
@@ -66,9 +69,11 @@ def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[
     """A shard of four microbatches whose rows come when one is waited for, and the numbers of those
     that were."""
     microbatches = tuple((Group(0, place.cp_size, ids),) for ids in IDS)
-    schedule, index = Schedule(place.cp_size, microbatches), index_of(batch, depths=2)
+    schedule = Schedule(place.cp_size, microbatches)
+    index = index_of(batch, depths=2)
     seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids)
-    exchange, asked = Exchange(index, schedule, [seat], 8), list[int]()
+    exchange = Exchange(index, schedule, [seat], 8)
+    asked = list[int]()
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
 
@@ -76,7 +81,8 @@ def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[
         asked.append(number)
         delivery.take(0, columns_of(batch, 2))
 
-    columns, known = delivery.columns, (index.layer_ids, ((0, 0, 0),) * 2)
+    columns = delivery.columns
+    known = (index.layer_ids, ((0, 0, 0),) * 2)
     shard = BatchShard(schedule, (2, 2), exchange.lengths, seat, rows, columns, *known)
     return replace(shard, wait_for=wait_for), asked
 
@@ -106,12 +112,14 @@ def test_of_takes_any_microbatch_once_its_rows_are_there(place):
             del asked[:]
             micro = Microbatch.of(shard, number, place, depths=2)
             assert asked == [first + number]
-            rows, real = micro.rows, micro.rows >= 0
+            rows = micro.rows
+            real = micro.rows >= 0
             assert rows.tolist() == local_rows(batch, ids, place)
             assert torch.equal(micro.at >= 0, real)
             assert torch.equal(torch.from_numpy(shard.rows.tokens)[micro.at[real]], rows[real])
             of_router = rows.chunk(place.tp_size)[place.tp_rank]
-            at, routed = micro.at_router[of_router >= 0], of_router[of_router >= 0]
+            at = micro.at_router[of_router >= 0]
+            routed = of_router[of_router >= 0]
             assert batch.routes is not None
             assert torch.equal(shard.columns["routes"][at], batch.routes[routed])
             assert torch.equal(torch.from_numpy(shard.rows.routers)[at], routed)
@@ -152,7 +160,8 @@ TOGETHER = (0, 3, 4)  # samples whose rows two ranks share
 def test_of_reads_no_copy_before_it_arrived(depths):
     """Copies run on another stream than the kernels that make wider types of them: without a wait
     these read what was in that memory before."""
-    shard, upload = shard_at(random_batch(6), range(6), Place(), depths), LateUpload()
+    shard = shard_at(random_batch(6), range(6), Place(), depths)
+    upload = LateUpload()
     late = Microbatch.of(shard, 0, Place(), depths, upload)
     upload.arrive()
     now = Microbatch.of(shard, 0, Place(), depths)
@@ -176,7 +185,8 @@ def over_sequences(batch: WholeBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def means_on_a_rank(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """(rows, mean of each row's sequence, gradient of their weighted squares) of a rank."""
-    batch, place = random_batch(6), Place(2, group.rank(), group)
+    batch = random_batch(6)
+    place = Place(2, group.rank(), group)
     shard = shard_at(batch, TOGETHER, place)
     rows = shard.rows.tokens
     tokens = np.bincount(shard.lengths.sample_of(np.flatnonzero(batch.loss_mask)), minlength=6)
@@ -197,7 +207,8 @@ def test_of_gives_means_over_sequences_whose_rows_two_ranks_share():
     values, weights = over_sequences(batch)
     values.requires_grad_()
     means = torch.full_like(values.detach(), torch.nan)
-    total, stop = torch.zeros((), dtype=torch.float64), np.cumsum(batch.seqlens)
+    total = torch.zeros((), dtype=torch.float64)
+    stop = np.cumsum(batch.seqlens)
     for i in TOGETHER:
         rows = slice(int(stop[i] - batch.seqlens[i]), int(stop[i]))
         mean = values[rows][batch.loss_mask[rows]].mean()

@@ -1,6 +1,7 @@
 """Positions of rows of text and images against transformers' Qwen3-VL."""
 
 import numpy as np
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -8,6 +9,8 @@ from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import Lengths
 from tests.helpers.vision import QWEN_VL
+
+pytestmark = pytest.mark.multiprocess
 
 # of each sample: rows of text, or the grid of an image; text is between any two images
 SAMPLES = [
@@ -24,9 +27,12 @@ def test_axial_positions_are_those_of_transformers():
     config = CONFIG_MAPPING["qwen3_vl_moe"].from_dict(QWEN_VL)
     with torch.device("meta"):
         theirs = AutoModelForImageTextToText.from_config(config).model
-    want, seqlens, found = [], [], []
+    want = []
+    seqlens = []
+    found = []
     for sample, parts in enumerate(SAMPLES):
-        kinds, grids = [], []
+        kinds = []
+        grids = []
         for part in parts:
             if isinstance(part, int):
                 kinds += [0] * part

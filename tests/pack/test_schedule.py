@@ -179,8 +179,15 @@ def test_schedule_to_json_names_every_group():
 
 
 DYNAMIC = (
-    *("parallel.dp=4", "parallel.cp=2", "parallel.dynamic_cp=4", "parallel.tp=2", "parallel.pp=2"),
-    *("parallel.ep=2", "parallel.vpp=2", "hardware.gpu=H100", "batching.tokens_per_microbatch=32"),
+    "parallel.dp=4",
+    "parallel.cp=2",
+    "parallel.dynamic_cp=4",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.ep=2",
+    "parallel.vpp=2",
+    "hardware.gpu=H100",
+    "batching.tokens_per_microbatch=32",
 )
 
 
@@ -189,7 +196,9 @@ def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
     plan = tiny_plan(*DYNAMIC)
     seqlens = [121, 61, 60, 59, 33, 32, 31, 17, 9, 5, 3, 1, 90, 45]
     asked = plan_dynamic_cp(
-        *(seqlens, 8, 32),
+        seqlens,
+        8,
+        32,
         cost=costs_of(plan).model,
         min_cp_size=2,
         max_cp_size=4,
@@ -203,7 +212,8 @@ def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
     fixed = Scheduler(
         tiny_plan("parallel.dp=2", "parallel.cp=2", "parallel.pp=2", "parallel.vpp=2")
     )
-    (tokens, align) = (fixed.plan.batching.tokens_per_microbatch, fixed.plan.row_alignment)
+    tokens = fixed.plan.batching.tokens_per_microbatch
+    align = fixed.plan.row_alignment
     even = plan_microbatches([7, 5, 3], 2, tokens, align, 2)
     assert fixed.schedule([7, 5, 3]) == even.padded(2) and len(even) == 1
 
@@ -241,8 +251,10 @@ def index_of(lengths: list[int], groups: list[int]) -> BatchIndex:
 def test_Scheduler_minibatches_name_the_samples_of_the_batch(dynamic):
     """Groups are dealt to minibatches in the order in which they come."""
     plan = tiny_plan("parallel.dp=2", f"parallel.dynamic_cp={dynamic}", "batching.minibatches=2")
-    lengths, groups = [9, 30, 12, 40, 7, 3, 21, 18], [5, 5, 2, 2, 8, 8, 1, 1]
-    scheduler, index = Scheduler(plan), index_of(lengths, groups)
+    lengths = [9, 30, 12, 40, 7, 3, 21, 18]
+    groups = [5, 5, 2, 2, 8, 8, 1, 1]
+    scheduler = Scheduler(plan)
+    index = index_of(lengths, groups)
     first, second = scheduler.minibatches(index)
     assert sorted(first.samples) == [0, 1, 2, 3] and sorted(second.samples) == [4, 5, 6, 7]
     assert second == scheduler.schedule(lengths[4:]).renumbered([4, 5, 6, 7])
@@ -266,7 +278,8 @@ def test_Scheduler_minibatches_hold_what_an_encoder_takes_in_a_pass(layout, tmp_
     words = [f"parallel.{word}" for word in layout.split()]
     words += ["modules.vision.parallel.dp=2", "batching.tokens_per_microbatch=512"]
     plan = compile_plan(write_run(tmp_path), words)
-    lengths, groups = [90, 90, 70, 80, 75, 66, 90, 70], [0, 0, 0, 0, 1, 1, 1, 1]
+    lengths = [90, 90, 70, 80, 75, 66, 90, 70]
+    groups = [0, 0, 0, 0, 1, 1, 1, 1]
     table = [(i, 0, 64, 1, 16, 16) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
     table.insert(7, (6, 64, 9, 1, 6, 6))  # the second minibatch needs three
     index = index_of(lengths, groups)

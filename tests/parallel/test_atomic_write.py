@@ -14,6 +14,8 @@ from pyrl_ext.parallel.atomic_write import FolderError, locked, replacing, write
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_disk import fill, make_read_only, small_disk
 
+pytestmark = pytest.mark.multiprocess
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -113,7 +115,7 @@ def lock_as_rank(group, folder: Path) -> str:
 
 
 def test_locked_refuses_on_every_rank(tmp_path: Path):
-    """So none goes on alone and reports the loss of the main rank beside that rank's error."""
+    """So none goes on alone and reports the loss of the main rank next to that rank's error."""
     first, second = run_ranks(lock_as_rank, 2, Path("/dev/null"))
     assert first == second and "'/dev/null': cannot be written" in first
     first, second = run_ranks(lock_as_rank, 2, tmp_path)

@@ -22,7 +22,8 @@ class Gathered(BucketStream):
     """Tensors that every iteration puts into memory again; ``read`` counts them."""
 
     def __init__(self, tensors: dict[str, Tensor]):
-        self.tensors, self.read = tensors, 0
+        self.tensors = tensors
+        self.read = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self.read = 0
@@ -78,7 +79,8 @@ def test_KeptBuckets_uses_its_memory_again():
 
 def test_KeptBuckets_reads_the_whole_stream_where_it_fails(monkeypatch: pytest.MonkeyPatch):
     """Other ranks gather with this one."""
-    stream, kept = Gathered(weights(0)), KeptBuckets(300)
+    stream = Gathered(weights(0))
+    kept = KeptBuckets(300)
 
     def full(*_: object) -> Bucket:
         raise MemoryError

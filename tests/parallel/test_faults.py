@@ -18,12 +18,22 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 from tests.helpers.tiny import CONFIG
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
+
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("log.progress=false", "evaluate.every=0", "checkpoint.every=1", "parallel.dp=2"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "log.progress=false",
+    "evaluate.every=0",
+    "checkpoint.every=1",
+    "parallel.dp=2",
 )
-KILLED, STOPPED, FAILED = 1, 2, 3  # the steps in which rank 1 does not get through its update
+# the steps in which rank 1 does not get through its update
+KILLED = 1
+STOPPED = 2
+FAILED = 3
 
 
 def faulty_loss(logprobs, entropy, inputs, config):
@@ -47,7 +57,8 @@ class Launch:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train = ["--nproc-per-node", "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}"]
         more = {"OMP_NUM_THREADS": "1", "FAULTS_OF": str(folder), "PYTHONPATH": python_path(ROOT)}
-        self.folder, self.log = folder, log
+        self.folder = folder
+        self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -129,7 +140,8 @@ def test_train_on_two_hosts():
     """The same numbers as on one host; what happens when the cable is pulled: see the script."""
     if reason := hosts.why_not():
         pytest.skip(reason)
-    command, pipe = [sys.executable, "-m", "tests.two_hosts"], subprocess.PIPE
+    command = [sys.executable, "-m", "tests.two_hosts"]
+    pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, output

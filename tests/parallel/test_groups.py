@@ -26,6 +26,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 from tests.helpers.traffic import counted, sockets
 
+pytestmark = pytest.mark.multiprocess
+
 PLANS = (
     ("parallel.tp=2", "parallel.pp=2"),
     ("parallel.pp=2", "parallel.dp=2", "parallel.dynamic_cp=2", "parallel.ep=2"),
@@ -77,7 +79,9 @@ def build_topologies(world: dist.ProcessGroup) -> list[Any]:
     """Several in one process, and a group of some of the ranks, so that not all are in equally
     many when they make the next."""
     os.environ["WORLD_SIZE"] = str(world.size())
-    before, results, named = sockets(), [], dist.distributed_c10d._process_group_name
+    before = sockets()
+    results = []
+    named = dist.distributed_c10d._process_group_name
     for number, overrides in enumerate(PLANS):
         results.append(build_topology(number, *overrides))
         gc.collect()
@@ -144,7 +148,8 @@ def build_without(world: dist.ProcessGroup, config: Path, plain: Path) -> dict[s
         for model in policy.llm.models:
             model.sharded_state_dict(metadata={"dp_cp_group": topo.groups.dp_cp})  # type: ignore
         if topo.tp_size > 1:
-            rows, weight = torch.ones(2, 1, 4, requires_grad=True), torch.ones(6, 4)
+            rows = torch.ones(2, 1, 4, requires_grad=True)
+            weight = torch.ones(6, 4)
             linear_with_grad_accumulation_and_async_allreduce(
                 rows, weight, None, False, False, True, tp_group=topo.groups.tp
             )
@@ -212,7 +217,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_compile_late_compiles_once_and_when_it_is_called():
-    compiler, calls = torch.compile, []
+    compiler = torch.compile
+    calls = []
 
     def counted(function: Any) -> Any:
         calls.append(function)

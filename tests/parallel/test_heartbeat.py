@@ -16,6 +16,8 @@ from pyrl_ext.parallel import heartbeat
 from pyrl_ext.parallel.timers import Clock
 from tests.helpers.ranks import fork_ranks, run_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 ALONE = SimpleNamespace(rank=0, world_size=1, has_modules=False)
 
 
@@ -24,7 +26,8 @@ def slow_rank(group):
     heartbeat.INTERVAL = 0.1
     topo = SimpleNamespace(rank=group.rank(), world_size=group.size(), has_modules=False)
     with heartbeat.heartbeats(topo) as beats:  # pyright: ignore[reportArgumentType]
-        clock, beats.step = Clock(on_phase=beats.enter), 0
+        clock = Clock(on_phase=beats.enter)
+        beats.step = 0
         with clock("time/rollout"):
             time.sleep(2 * heartbeat.SILENT * heartbeat.INTERVAL * group.rank())
         dist.barrier(group)
@@ -43,7 +46,8 @@ def test_heartbeats_of_one_rank_need_no_thread():
 def test_place_names_the_phase_and_the_step():
     beats = heartbeat.Heartbeat(ALONE)  # pyright: ignore[reportArgumentType]
     assert beats.place == "start-up"
-    clock, beats.step = Clock(on_phase=beats.enter), 7
+    clock = Clock(on_phase=beats.enter)
+    beats.step = 7
     with clock("time/step"):
         assert beats.place == "step 7"
         with clock("time/update"):
@@ -62,7 +66,9 @@ def test_watched_by_leaves_no_dead_ranks_unwatched():
             assert any(dead.intersection(watched[r]) for r in range(world) if r not in dead)
 
 
-HOSTS, PER_HOST, KEYS = 3, 4, 6
+HOSTS = 3
+PER_HOST = 4
+KEYS = 6
 
 
 def one_of_many(rank: int, world_size: int, port: int, folder: Path, kind: str) -> None:

@@ -22,6 +22,8 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 BARE = ("pyrl_ext.trainer.policy",)  # without the libraries of the hub
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BOTH = ("model.tokenizer=owner/name", "model.weights=owner/name")

@@ -29,7 +29,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import MEASURED
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
-BF16, DISTRIBUTED = "model.dtype=bfloat16", "optimizer.distributed=true"
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+BF16 = "model.dtype=bfloat16"
+DISTRIBUTED = "optimizer.distributed=true"
 LAYOUTS = {
     1: {"fp32": (), "bf16": (BF16,)},
     2: {
@@ -43,7 +46,8 @@ PARTS = ("optimizer", "gradients", "weights")
 
 def test_onload_restores_views_and_shared_storages():
     base = torch.arange(24.0).view(4, 6)
-    views, other = (base[1], base.T[2:]), torch.tensor([3, 1], dtype=torch.uint8)
+    views = (base[1], base.T[2:])
+    other = torch.tensor([3, 1], dtype=torch.uint8)
     before = [t.clone() for t in (base, *views, other)]
     offloaded = OffloadedStorage()
     assert offloaded.offload([*views, base, other]) == 24 * 4 + 2 and offloaded
@@ -68,7 +72,8 @@ def test_onload_restores_storages_that_share_pieces(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(offload, "MOST", 64)
     monkeypatch.setattr(offload, "LEAST", 8)
     tensors = [torch.randn(n) for n in (3, 0, 100, 1, 15)]
-    dropped, before = torch.ones(5), [t.clone() for t in tensors]
+    dropped = torch.ones(5)
+    before = [t.clone() for t in tensors]
     away = OffloadedStorage()
     assert away.offload(tensors[:3]) + away.offload(tensors[3:]) == 4 * 119
     assert away.offload([dropped], keep=False) == 20
@@ -80,7 +85,8 @@ def test_onload_restores_storages_that_share_pieces(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_offload_on_a_gpu_pins_no_more_than_it_moves():
     tensor = torch.arange(LEAST // 4 * 33 + 3, device="cuda", dtype=torch.int32)
-    before, away = torch.cuda.host_memory_stats()["allocated_bytes.current"], OffloadedStorage()
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    away = OffloadedStorage()
     assert away.offload([tensor]) == tensor.nbytes
     held = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
     assert held <= tensor.nbytes + LEAST
@@ -94,7 +100,8 @@ def piece_of(size: int) -> torch.Tensor:
 
 
 def test_host_memory_is_pinned_once_in_the_background_and_kept():
-    asked, said = list[int](), list[str]()
+    asked = list[int]()
+    said = list[str]()
 
     def allocate(size: int) -> torch.Tensor:
         asked.append(size)
@@ -131,7 +138,8 @@ def test_a_process_ends_with_its_exit_code_while_memory_is_pinned():
 
 
 def test_offload_says_that_it_waits_for_host_memory():
-    goes_on, said = threading.Event(), list[str]()
+    goes_on = threading.Event()
+    said = list[str]()
 
     def allocate(size: int) -> torch.Tensor:
         assert goes_on.wait(DEADLINE)
@@ -179,7 +187,8 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
     """(metrics and weights after three updates, bytes that were offloaded), with everything
     offloaded and onloaded before each."""
     plan = tiny_plan(*overrides)
-    batch, freed = random_batch(), {}
+    batch = random_batch()
+    freed = {}
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         tokens = plan.batching.tokens_per_microbatch
@@ -270,7 +279,8 @@ def run_of(path: Path, moves: str, *overrides: str) -> bool:
 
 def test_train_with_a_frozen_encoder_is_the_same_offloaded_and_after_ctrl_c(tmp_path: Path):
     """An encoder without gradients and optimizer on the rank of the language model."""
-    path, frozen = write_run(tmp_path), "modules.vision.train=false"
+    path = write_run(tmp_path)
+    frozen = "modules.vision.train=false"
     assert run_of(path, "none", frozen, f"run={tmp_path}/whole")
     parted = f"run={tmp_path}/parted", "data.reward=tests.helpers.pictures:even_after_ctrl_c"
     assert not run_of(path, "all", frozen, *parted)
@@ -288,7 +298,8 @@ def test_sleep_leaves_an_engine_that_wants_weights():
     torch.manual_seed(0)
     engine = HFEngine(CONFIG.parent / "tiny")
     named = [(n, 0.1 * torch.randn(v.shape)) for n, (v,) in engine._destinations.parts.items()]
-    prompts, sampling = [Prompt(0, (5, 6, 7))], Sampling(max_new_tokens=5, samples_per_prompt=3)
+    prompts = [Prompt(0, (5, 6, 7))]
+    sampling = Sampling(max_new_tokens=5, samples_per_prompt=3)
     engine.load_weights(named, version=0)
     before = engine.generate(prompts, sampling)
     assert engine.sleep() >= sum(v.nbytes for _, v in named)

@@ -55,7 +55,8 @@ def test_read_shard_reads_any_run_of_a_part_of_a_tensor(tmp_path, shape, most):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_read_shard_puts_parts_of_a_parameter_together(tmp_path, dim, most):
     """Gates and ups of one matrix, and of stacked experts; what no tensor has is 0."""
-    gates, ups = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
+    gates = torch.randn(4, 3, 5)
+    ups = torch.randn(4, 3, 5)
     source = saved(tmp_path, {"gates": gates, "ups": ups[:, :, :4].contiguous()})
     ups[:, :, 4] = 0
     expected = torch.cat([gates, ups], dim)
@@ -72,7 +73,8 @@ def test_read_shard_puts_parts_of_a_parameter_together(tmp_path, dim, most):
 def test_read_shard_reads_the_elements_alone(tmp_path):
     """A thousandth of a tensor costs a thousandth of its bytes, and the head of its archive."""
     whole = torch.randn(4000, 256)
-    source, view = saved(tmp_path, {"x": whole, "y": whole}), torch.empty_like(whole, device="meta")
+    source = saved(tmp_path, {"x": whole, "y": whole})
+    view = torch.empty_like(whole, device="meta")
     shard = torch.empty(1024)
     source.read_shard(shard, 0, view.shape, [Block("y", (0, 0), view)])  # torch imports modules
     before = bytes_read()
@@ -83,7 +85,8 @@ def test_read_shard_reads_the_elements_alone(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_read_shard_says_what_is_missing(tmp_path):
-    source, view = saved(tmp_path, {"x": torch.randn(100, 50)}), torch.empty(100, 50, device="meta")
+    source = saved(tmp_path, {"x": torch.randn(100, 50)})
+    view = torch.empty(100, 50, device="meta")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}: no tensor y, expected it in")):
         source.read_shard(torch.empty(4), 0, view.shape, [Block("y", (0, 0), view)])
     (file,) = tmp_path.glob("*.distcp")

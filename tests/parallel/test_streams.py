@@ -7,6 +7,8 @@ import torch
 
 from pyrl_ext.parallel.streams import need_stream, stream_of
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_stream_of_a_cpu_is_always_the_same():
     assert stream_of(torch.device("cpu")) == 0

@@ -13,6 +13,8 @@ from pyrl_ext.parallel.topology import allocator_setting
 from pyrl_ext.plan import Plan, compile_plan
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize("text", ["abc", "", "-1", "\u0664"])
 def test_launched_names_a_variable_that_is_no_number(monkeypatch, text):

@@ -49,7 +49,8 @@ class Recorded:
     """A stream that notes what waits for what, without a GPU."""
 
     def __init__(self, name: str, log: list[tuple[str, ...]]):
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def wait_stream(self, other: Recorded) -> None:
         self.log.append((self.name, "waits for", other.name))

@@ -1,4 +1,4 @@
-"""Simulation of engines apart: against a loop that looks at every request at every event, and
+"""Simulation of remote engines: against a loop that looks at every request at every event, and
 against what follows without any simulation."""
 
 from __future__ import annotations
@@ -42,21 +42,28 @@ class BruteForce:
     """The same run, with one list of all requests, which every event walks through."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.now, self.held = loop, 0.0, list[Held]()
+        self.loop = loop
+        self.now = 0.0
+        self.held = list[Held]()
         self.stall = [0.0] * loop.engines
         self.known: set[tuple[int, int, int]] = set()
-        self.version, self.step, self.asked, self.turns = -1, 0, 0, 0
+        self.version = -1
+        self.step = 0
+        self.asked = 0
+        self.turns = 0
         self.begins = 0  # steps that begin after this publish
         self.spared: list[bool] = []
-        self.phase, self.until = "drain", math.inf
+        self.phase = "drain"
+        self.until = math.inf
         self.times: list[tuple[float, float, float, float]] = []
         self.ages: list[dict[int, float]] = []
         self.taken: list[Held] = []
         self.began = self.published = self.ready = 0.0
-        self.since: float | None = None  # the trainer trains beside a publish
+        self.since: float | None = None  # the trainer trains next to a publish
         self.gathers = loop.gather is not None
         if self.gathers:
-            self.phase, self.until = "gather", loop.gather or 0.0
+            self.phase = "gather"
+            self.until = loop.gather or 0.0
 
     def at(self, engine: int, state: str) -> list[Held]:
         found = [each for each in self.held if (each.engine, each.state) == (engine, state)]
@@ -90,7 +97,8 @@ class BruteForce:
                 break
             for each in free:
                 if (each.step, each.group) == (first.step, first.group):
-                    each.engine, each.state = engine, "waiting"
+                    each.engine = engine
+                    each.state = "waiting"
             self.fill()
 
     def fill(self) -> None:
@@ -108,7 +116,8 @@ class BruteForce:
                 if before and each.by_version[-1][0] != self.version:
                     self.stall[engine] += self.loop.read(round(before))
                 self.turns += 1
-                each.state, each.admitted = "running", self.turns
+                each.state = "running"
+                each.admitted = self.turns
 
     def kept(self, step: int) -> list[int]:
         """Groups that are complete and not taken, as they became so."""
@@ -150,7 +159,8 @@ class BruteForce:
     def settle(self) -> None:
         """Everything that happens now."""
         for each in [h for h in self.held if h.state == "running" and h.left < 1e-7]:
-            each.state, each.until = "thinking", self.now + self.loop.latency
+            each.state = "thinking"
+            each.until = self.now + self.loop.latency
         self.admit()
         answered = [h for h in self.held if h.state == "thinking" and h.until <= self.now]
         for each in sorted(answered, key=lambda each: (each.until, each.admitted)):
@@ -159,7 +169,8 @@ class BruteForce:
             each.turn += 1
             if each.turn < len(each.tokens.turns):
                 self.turns += 1
-                each.order, each.state = self.turns, "waiting"
+                each.order = self.turns
+                each.state = "waiting"
                 each.left = each.tokens.turns[each.turn]
                 continue
             each.state = "done"
@@ -190,7 +201,9 @@ class BruteForce:
     def trainer(self) -> None:
         if self.phase == "gather" and self.now >= self.until:
             self.look_ahead()
-            self.phase, self.until, self.published = "drain", math.inf, self.now
+            self.phase = "drain"
+            self.until = math.inf
+            self.published = self.now
             self.settle()
             return
         beside = self.gathers and self.phase in ("drain", "publish") and self.since is None
@@ -205,25 +218,32 @@ class BruteForce:
                 if self.loop.pause == "abort":
                     for each in self.held:
                         if each.state == "running":
-                            each.state, each.order = "waiting", each.admitted - 10**9
+                            each.state = "waiting"
+                            each.order = each.admitted - 10**9
                 if self.loop.pause != "keep":
                     self.stall = [0.0] * self.loop.engines
                 self.known.clear()
                 rest = self.loop.publish - (self.loop.gather or 0.0)
-                self.phase, self.until = "publish", self.now + rest
+                self.phase = "publish"
+                self.until = self.now + rest
         elif self.phase == "publish" and self.now >= self.until:
-            self.phase, self.until, self.version = "wait", math.inf, self.step
+            self.phase = "wait"
+            self.until = math.inf
+            self.version = self.step
             if not self.gathers:
                 self.published = self.now
                 self.look_ahead()
             if self.since is not None:
                 end = max(self.since, self.now - self.loop.beside) + self.loop.train
-                self.phase, self.until, self.since = "train", end, None
+                self.phase = "train"
+                self.until = end
+                self.since = None
             for _ in range(self.begins):
                 self.ask(self.loop.groups(self.asked))
             self.settle()
         elif self.phase == "wait" and len(self.candidates()) >= self.loop.keep:
-            self.phase, self.until = "train", self.now + self.loop.train
+            self.phase = "train"
+            self.until = self.now + self.loop.train
             self.take()
             self.settle()
         elif self.phase == "train" and self.now >= self.until:
@@ -234,9 +254,12 @@ class BruteForce:
                     age = self.step - int(version)
                     ages[age] = ages.get(age, 0.0) + tokens
             self.ages.append(ages)
-            self.phase, self.until, self.began = "drain", math.inf, self.now
+            self.phase = "drain"
+            self.until = math.inf
+            self.began = self.now
             if self.gathers:
-                self.phase, self.until = "gather", self.now + (self.loop.gather or 0.0)
+                self.phase = "gather"
+                self.until = self.now + (self.loop.gather or 0.0)
             self.step += 1
             self.settle()
 
@@ -257,8 +280,10 @@ class BruteForce:
 def some_loop(seed: int) -> Loop:
     """A small run at random, whose times never meet by chance."""
     draw = random.Random(seed)
-    prompts, size = draw.randint(1, 4), draw.randint(1, 3)
-    turns, more = draw.randint(1, 2), draw.randint(0, 3)
+    prompts = draw.randint(1, 4)
+    size = draw.randint(1, 3)
+    turns = draw.randint(1, 2)
+    more = draw.randint(0, 3)
 
     def trajectory() -> Trajectory:
         return Trajectory(
@@ -270,8 +295,11 @@ def some_loop(seed: int) -> Loop:
         tuple(tuple(trajectory() for _ in range(size)) for _ in range(prompts + more))
         for _ in range(12)
     ]
-    fixed, each, reads = draw.uniform(1e-4, 1e-3), draw.uniform(0, 2e-4), draw.uniform(0, 1e-4)
-    ahead, publish = draw.randint(0, 3), draw.uniform(0.01, 0.5)
+    fixed = draw.uniform(1e-4, 1e-3)
+    each = draw.uniform(0, 2e-4)
+    reads = draw.uniform(0, 1e-4)
+    ahead = draw.randint(0, 3)
+    publish = draw.uniform(0.01, 0.5)
     beside = ahead > 0 and draw.choice([False, True])
     train = draw.uniform(0, 4)
     return Loop(
@@ -295,7 +323,8 @@ def some_loop(seed: int) -> Loop:
 @pytest.mark.parametrize("seed", range(60))
 def test_Simulation_equals_a_loop_over_every_request(seed: int):
     loop = some_loop(seed)
-    fast, slow = Simulation(loop), BruteForce(loop)
+    fast = Simulation(loop)
+    slow = BruteForce(loop)
     fast.run(9)
     slow.run(9)
     for found, times, ages in zip(fast.steps, slow.times, slow.ages, strict=True):
@@ -340,7 +369,8 @@ def test_simulate_carries_groups_for_the_next_step_alone():
     """A step trains on two of three groups; the third goes on, and the next asks for two."""
     groups = [tuple(Trajectory(1, (10 * (1 + number),)) for _ in "ab") for number in range(3)]
     loop = Loop(1, 8, lambda k: 0.1, lambda n: 0.0, 1.5, 0.25, lambda step: groups, 2)
-    aborts, carries = simulate(loop), simulate(replace(loop, carry=True))
+    aborts = simulate(loop)
+    carries = simulate(replace(loop, carry=True))
     assert aborts.seconds == pytest.approx(0.25 + 2.0 + 1.5)
     assert (aborts.oldest, carries.oldest) == (0, 1)
     # the carried group ends while the trainer works, and one of ten tokens after the publish

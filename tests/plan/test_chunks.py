@@ -26,7 +26,8 @@ from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.show.terminal import print_plan
 
 TINY = Path(__file__).parents[2] / "configs/tiny/config.json"
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"
@@ -119,7 +120,9 @@ def megatron_config(parallel: dict[str, Any], kinds: list[int], mtp: int = 0) ->
 
 def theirs(parallel: dict[str, Any], kinds: list[int], mtp: int = 0) -> Table:
     """megatron's table. Raises what megatron raises, and ValueError for no partition."""
-    config, pp, vpp = megatron_config(parallel, kinds, mtp), parallel["pp"], parallel.get("vpp")
+    config = megatron_config(parallel, kinds, mtp)
+    pp = parallel["pp"]
+    vpp = parallel.get("vpp")
     if config.virtual_pipeline_model_parallel_size != vpp:
         raise ValueError("the layout has chunks of which the plan says nothing")
     table: Table = []
@@ -173,7 +176,8 @@ def megatron_stage(config: Any, rank: int, chunk: int | None) -> tuple[ModelChun
 
 def generated(dice: random.Random) -> tuple[dict[str, Any], list[int], int]:
     """Sizes, router pattern and number of MTP layers; about half of them can be split."""
-    pp, vpp = dice.randint(2, 6), dice.choice([None, None, 2, 3, 4])
+    pp = dice.randint(2, 6)
+    vpp = dice.choice([None, None, 2, 3, 4])
     parallel: dict[str, Any] = {"pp": pp} | ({"vpp": vpp} if vpp else {})
     mtp = dice.choice([0, 0, 1, 2])
     each = [dice.randint(1, 3) * (vpp or 1)] * pp
@@ -218,7 +222,9 @@ def a_layout(dice: random.Random, layers: int, mtp: int, pp: int, vpp: int) -> s
 
 def test_plan_stages_splits_generated_pipelines_as_megatron_does(tmp_path: Path):
     """Layouts that compile have megatron's stages; megatron cannot split the others."""
-    dice, seen, refused = random.Random(5), Counter(), 0
+    dice = random.Random(5)
+    seen = Counter()
+    refused = 0
     base = compiled(tmp_path, {}, [0, 1])
     for _ in range(3000):
         parallel, kinds, mtp = generated(dice)
@@ -240,7 +246,8 @@ def test_plan_stages_splits_generated_pipelines_as_megatron_does(tmp_path: Path)
 def test_plan_stages_reads_generated_layouts_as_megatron_does():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    dice, read = random.Random(6), 0
+    dice = random.Random(6)
+    read = 0
     pieces = ["E", "t", "m", "L", "|", "t*2", "|*2", ",", "(tt|)*2", "(t*3|)*12", "()*2", "(t|t)"]
     pieces += ["(E(t)*2)*2", "*", "x", "1", " ", "t*0", "(t|)*0"]
     for _ in range(4000):

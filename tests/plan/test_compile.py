@@ -27,6 +27,8 @@ from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.terminal import facts
 from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
+pytestmark = pytest.mark.multiprocess
+
 BROKEN = sorted((REPOSITORY / "tests/plan/broken_configs").glob("*.yaml"))
 GLM47 = REPOSITORY / "configs/glm47/config.json"
 ROUNDED = "logprob.accept_rounded_logits=true"
@@ -39,7 +41,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smallest YAML that compiles, beside the tiny model's sizes."""
+    """The smallest YAML that compiles, next to the tiny model's sizes."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(TINY.read_text())
     (folder / "small.yaml").write_text(SMALL)
@@ -51,7 +53,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_problems(path: Path) -> list[str]:
     """`# error: text` in a file expects that problem on the next line that is no such comment."""
-    expected, waiting = [], []
+    expected = []
+    waiting = []
     lines = [*path.read_text().split("\n"), ""]
     for number, line in enumerate(lines, start=1):
         if line.startswith("# error: "):
@@ -133,8 +136,10 @@ def test_compile_plan_refuses_an_override_by_its_text(small: Path, override: str
 HUGE = [10**9, 10**18, 10**30, 10**400]
 ENUMERATED = [
     *(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp", "vpp", "ep", "etp", "dynamic_cp")),
-    *("parallel.num_layers_in_first_pipeline_stage", "batching.prompts"),
-    *("parallel.num_layers_in_last_pipeline_stage", "batching.samples_per_prompt"),
+    "parallel.num_layers_in_first_pipeline_stage",
+    "batching.prompts",
+    "parallel.num_layers_in_last_pipeline_stage",
+    "batching.samples_per_prompt",
 ]
 
 
@@ -428,7 +433,8 @@ def test_read_sizes_of_the_tiny_config_suit_every_engine():
 def test_read_sizes_of_glm47_are_the_published_ones():
     from transformers import Glm4MoeLiteConfig
 
-    ours, theirs = json.loads(GLM47.read_text()), Glm4MoeLiteConfig()
+    ours = json.loads(GLM47.read_text())
+    theirs = Glm4MoeLiteConfig()
     special = {"architectures", "dtype", "rope_parameters", "pad_token_id", "eos_token_id"}
     named = {
         key: getattr(theirs, key) for key in ours if key not in special and hasattr(theirs, key)
@@ -494,7 +500,7 @@ def test_logits_bytes_are_at_most_chunk_and_cache(small: Path):
 @pytest.mark.parametrize("name", ["tiny", "glm47"])
 def test_compile_plan_takes_the_shipped_configs(name: str):
     plan = compile_plan(f"configs/{name}.yaml")
-    assert any("is taken as a hub id" in each for each in plan.notes) == (name == "glm47")
+    assert any("is a hub id" in each for each in plan.notes) == (name == "glm47")
     assert plan.unsupported == () or name == "glm47"
 
 

@@ -29,7 +29,8 @@ def glm47(*overrides: str) -> Plan:
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_gather_parts_of_latents(recompute: str, gathers: int, projected: int, cp: int):
     plan = glm47(f"parallel.dp={8 // cp}", f"parallel.cp={cp}", f"model.recompute={recompute}")
-    gpu, others = GPUS["H100"], (cp - 1) / cp
+    gpu = GPUS["H100"]
+    others = (cp - 1) / cp
     parts = [part for work in PASSES for part in gather_parts(plan, gpu, cp, work, 1)]
     seconds = sum(part.row / part.rate for part in parts)
     sent = gathers * 2 * others / (0.75 * gpu.link)
@@ -39,7 +40,8 @@ def test_gather_parts_of_latents(recompute: str, gathers: int, projected: int, c
 
 def test_gather_parts_of_heads():
     plan = compile_plan(CONFIGS / "tiny_qwen3.yaml", ["parallel.cp=2", "hardware.gpu=H100"])
-    sizes, gpu = plan.sizes, GPUS["H100"]
+    sizes = plan.sizes
+    gpu = GPUS["H100"]
     assert isinstance(sizes, GroupedQuery)
     parts = [part for work in PASSES for part in gather_parts(plan, gpu, 2, work, 3)]
     elements = 2 * sizes.query_groups * sizes.head_width

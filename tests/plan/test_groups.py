@@ -74,7 +74,8 @@ def test_groups_of_are_the_same_on_all_their_members(path: Path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_groups_of_come_in_one_order_on_all_ranks(path: Path):
     """Each rank makes a group when it has made those before it, and waits for the other members."""
-    by_rank, after = shipped(path), defaultdict[tuple, set[tuple]](set)
+    by_rank = shipped(path)
+    after = defaultdict[tuple, set[tuple]](set)
     for groups in by_rank:
         names = names_of(groups)
         for earlier, later in pairwise([*names, END]):

@@ -32,6 +32,8 @@ from tests.helpers.plan_pages import (
     words_of,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 # The page ----------------------------------------------------------------------------------------
 
 
@@ -52,7 +54,8 @@ def test_plan_page_escapes_texts_of_the_config():
 
 
 def test_plan_page_names_every_rule_note_and_changed_value():
-    plan, words = plan_of("glm47"), words_of(page_of("glm47"))
+    plan = plan_of("glm47")
+    words = words_of(page_of("glm47"))
     read = [(key, rule) for key, rule in RULES if is_read(plan, tuple(key.split(".")))]
     assert all(f"holds {sentence(rule)} {key}" in words for key, rule in read)
     assert len(read) > 60
@@ -181,7 +184,8 @@ def test_pipeline_chart_draws_the_schedule_as_it_runs():
     rects = list(chart_of(page_of("interleaved"), "Pipeline schedule").iterfind("g/rect"))
     by_stage: dict[float, list[tuple[float, float]]] = {}
     for rect in rects:
-        left, width = float(rect.get("x", "")), float(rect.get("width", ""))
+        left = float(rect.get("x", ""))
+        width = float(rect.get("width", ""))
         by_stage.setdefault(float(rect.get("y", "")), []).append((left, left + width))
     assert len(by_stage) == 4
     for slots in by_stage.values():
@@ -193,7 +197,8 @@ def test_pipeline_chart_draws_the_schedule_as_it_runs():
 def test_time_chart_draws_every_second():
     time = Summary(plan_of("glm47")).time
     assert time is not None
-    chart, words = chart_of(page_of("glm47"), "Seconds of a step"), words_of(page_of("glm47"))
+    chart = chart_of(page_of("glm47"), "Seconds of a step")
+    words = words_of(page_of("glm47"))
     widths = [float(rect.get("width", "")) for rect in chart.iterfind("g/rect")]
     seconds = [cost.seconds for cost in time.costs]
     scale = max(widths) / max(seconds)
@@ -206,14 +211,15 @@ def test_time_chart_draws_every_second():
 
 needs_browser = pytest.mark.skipif(
     browser.find() is None,
-    reason=f"none of {', '.join(browser.BROWSERS)} is installed: make browser installs one",
+    reason=f"none of {', '.join(browser.BROWSERS)} is installed: make .venv/.browser installs one",
 )
 
 
 def measured(page: str, folder: Path, dark: bool = False, rank: int = 0) -> tuple[dict, Path]:
     """The faults that measure_page.js finds in a page at 1280 px, and a picture of it."""
     script = Path(browser.__file__).with_name("measure_page.js").read_text(encoding="utf-8")
-    copy, picture = folder / "page.html", folder / "page.png"
+    copy = folder / "page.html"
+    picture = folder / "page.png"
     script = f"<script>{script.replace('RANK', str(rank))}</script></body>"
     copy.write_text(page.replace("</body>", script))
     left = browser.look(copy, picture, dark)

@@ -126,13 +126,16 @@ def test_model_flops_of_a_hybrid_equal_a_count_by_hand():
         HF["nemotron3_nano"] | {"hybrid_override_pattern": "M", "num_hidden_layers": 1}
     )
     each = model_flops(sizes)
-    hidden, inner, both = 2688, 64 * 64, 2 * 8 * 128
+    hidden = 2688
+    inner = 64 * 64
+    both = 2 * 8 * 128
     assert each.projections == 2 * hidden * (2 * inner + both + 64 + inner)
     triangle = (8 * 128 + inner) * 129 / 2
     assert each.scan == 2 * (4 * (inner + both) + triangle + 2 * inner * 128)
     assert (each.attention, each.experts) == (0, 0)
     sizes = read_sizes(HF["qwen3_next_80b"] | {"num_hidden_layers": 1})
-    each, mixer = model_flops(sizes), sizes.state_mixer
+    each = model_flops(sizes)
+    mixer = sizes.state_mixer
     assert mixer is not None
     held = layer_parameters(sizes, sizes.layer_kinds[0]).tensor
     vectors = mixer.convolved * mixer.taps + mixer.vectors
@@ -145,8 +148,11 @@ def test_model_flops_of_a_hybrid_equal_a_count_by_hand():
 @pytest.mark.parametrize(
     ("key", "value", "dtype", "fits"),
     [
-        *((64, 64, "bfloat16", True), (128, 128, "bfloat16", True)),
-        *((64, 128, "bfloat16", False), (32, 32, "bfloat16", False), (64, 64, "float32", False)),
+        (64, 64, "bfloat16", True),
+        (128, 128, "bfloat16", True),
+        (64, 128, "bfloat16", False),
+        (32, 32, "bfloat16", False),
+        (64, 64, "float32", False),
     ],
 )
 def test_vllm_for_cpus_is_refused_for_states_without_a_kernel(

@@ -28,7 +28,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base/base.yaml` beside the tiny model's sizes, for files in the folder to extend."""
+    """`base/base.yaml` next to the tiny model's sizes, for files in the folder to extend."""
     folder = tmp_path_factory.mktemp("language")
     (folder / "base").mkdir()
     (folder / "base/config.json").write_text(TINY.read_text())
@@ -162,7 +162,8 @@ def test_read_stops_at_a_text_without_end():
 
 
 def test_read_refuses_parents_in_a_circle(folder: Path):
-    a, b = folder / "a.yaml", folder / "b.yaml"
+    a = folder / "a.yaml"
+    b = folder / "b.yaml"
     a.write_text("extends: b.yaml\n")
     b.write_text("steps: 1\nextends: a.yaml\n")
     (found,) = problems_of(a)

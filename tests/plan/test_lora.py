@@ -44,7 +44,8 @@ def test_compile_plan_takes_an_optional_section_and_leaves_it_out(tmp_path: Path
 
 
 def test_diff_of_plans_names_what_lora_changes():
-    plain, tuned = compile_plan(TINY), compile_plan(TINY, ON)
+    plain = compile_plan(TINY)
+    tuned = compile_plan(TINY, ON)
     assert "lora.rank: 8 now, null in the saved plan" in [str(d) for d in tuned.diff(plain)]
     assert not tuned.diff(compile_plan(TINY, [*ON, "lora.publish=merge"]))
 

@@ -14,6 +14,8 @@ import pytest
 
 from pyrl_ext.plan import compile_plan
 
+pytestmark = pytest.mark.multiprocess
+
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("tiny", "tiny_lora", "glm47", "glm47_async", "deepseek_v3", "qwen3_vl_30b")
 COUNT = """\
@@ -31,7 +33,7 @@ sys.exit(code)
 """
 # Twice what the largest shipped config takes; a process's start and pydantic's are most of it.
 MAX_CALLS = 1_000_000
-# With engines apart some 50,000 requests are simulated, in a second or two.
+# With remote engines some 50,000 requests are simulated, in a second or two.
 MAX_CALLS_APART = 6_000_000
 MAX_MODULES = 500
 HEAVY = {"torch", "transformers", "megatron", "numpy", "triton", "vllm"}
@@ -45,5 +47,5 @@ def test_main_imports_little_and_does_little(name: str):
     calls, modules = json.loads(run.stderr.splitlines()[-1])
     assert not HEAVY & {module.split(".")[0] for module in modules}
     assert len(modules) < MAX_MODULES
-    apart = compile_plan(REPOSITORY / f"configs/{name}.yaml").engines_apart
+    apart = compile_plan(REPOSITORY / f"configs/{name}.yaml").remote_engines
     assert calls < (MAX_CALLS_APART if apart else MAX_CALLS)

@@ -79,7 +79,8 @@ def test_step_time_follows_measured_rates(tmp_path: Path):
     for cost, other in zip(before.costs, after.costs, strict=True):
         assert (cost.phase, cost.name, cost.amount) == (other.phase, other.name, other.amount)
     seconds = {(c.phase, c.name): c for c in after.costs}
-    experts, head = seconds["update", "experts"], seconds["update", "head"]
+    experts = seconds["update", "experts"]
+    head = seconds["update", "head"]
     assert experts.seconds == pytest.approx(experts.amount / 5e14)
     assert head.seconds == pytest.approx(head.amount / (0.4 * 989e12))
     text = " ".join(after.assumed)

@@ -25,6 +25,8 @@ from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = (
     *(REPOSITORY / "configs").glob("*.yaml"),
@@ -48,7 +50,8 @@ def items_of(plan: Plan, stage: int = 0) -> dict[str, int]:
 def test_stage_memory_holds_vocabulary_and_latents_whole_where_megatron_does():
     tp2 = items_of(tiny_plan("parallel.tp=2"))
     norms = 4 * (2 * 64 + 32 + 32) + 64  # two, and of the latents, of 4 layers; the last
-    routers, latents = 3 * 8 * 64, 4 * 64 * (32 + 32 + 16)
+    routers = 3 * 8 * 64
+    latents = 4 * 64 * (32 + 32 + 16)
     whole = norms + routers + latents
     assert tp2["weights"] == 4 * (whole + (PARAMETERS - whole) // 2)
     plan = tiny_plan("parallel.tp=2")
@@ -60,7 +63,8 @@ def test_stage_memory_of_a_dense_layer_equals_a_count_by_hand():
     """One layer, float32, on a CPU: every tensor that autograd saves, in floats a row."""
     plan = tiny_plan("parallel.pp=4")
     plan.hf["mlp_layer_types"] = ["dense"] * 4
-    norm, up = 64 + 1, 3 * 128
+    norm = 64 + 1
+    up = 3 * 128
     latents = (48 + 1 + 32) + (32 + 1 + 32)  # the kv norm's input holds the rotary key
     attention = 4 * 128 + 4 + 2 + 128  # q k v o, sums, an order, o in order
     row = 4 * (norm + 64 + latents + attention + norm + 64 + up + 16)  # 16: of the angles
@@ -150,7 +154,8 @@ def test_stage_memory_of_a_shared_gpu_holds_the_engine():
 
 def test_stage_memory_of_the_start_holds_the_engine_alone():
     """It starts on an empty GPU, and sleeps while the trainer is built."""
-    shared, apart = held_by(), held_by("rollout.gpus=8")
+    shared = held_by()
+    apart = held_by("rollout.gpus=8")
     assert shared.phases == (START, *MEMORY_PHASES) and apart.phases == MEMORY_PHASES
     assert shared.held(START) == 600 * 10**9 + shared.bytes_of("CUDA and NCCL")
     embedded = held_by("rollout.engine=hf")
@@ -160,13 +165,15 @@ def test_stage_memory_of_the_start_holds_the_engine_alone():
 
 def test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps():
     """GLM-4.7-Flash in bfloat16: a vocabulary of 154,880 x 2,048, 64 experts of width 1,536."""
-    table, experts, bucket = 154_880 * 2048, 64 * 3 * 2048 * 1536, 100 * 2**20
+    table = 154_880 * 2048
+    experts = 64 * 3 * 2048 * 1536
+    bucket = 100 * 2**20
     one = f"rollout.bucket_bytes={bucket}"
     gathered = 3 * table + max(bucket, 2 * table, 2 * experts)  # a copy, its check, a bucket
     assert held_by(one, "rollout.engine=hf").bytes_of("publish") == gathered
     assert held_by(one).bytes_of("publish") == gathered + 2 * experts
-    engines_apart = held_by(one, "rollout.gpus=8").bytes_of("publish")
-    assert engines_apart == gathered  # vLLM's experts are elsewhere
+    remote_engines = held_by(one, "rollout.gpus=8").bytes_of("publish")
+    assert remote_engines == gathered  # vLLM's experts are elsewhere
 
 
 def test_stage_memory_holds_the_two_buffers_of_a_sender_in_every_phase():
@@ -182,7 +189,8 @@ def test_stage_memory_holds_the_two_buffers_of_a_sender_in_every_phase():
 
 
 def test_stage_memory_moves_an_offloaded_optimizer_to_the_host():
-    half, none = held_by("optimizer.offload=0.5"), held_by()
+    half = held_by("optimizer.offload=0.5")
+    none = held_by()
     assert 2 * half.bytes_of("optimizer") == none.bytes_of("optimizer")
     assert half.held("update", host=True) > none.held("update", host=True)
 
@@ -247,7 +255,8 @@ def test_fits_and_seems_to_fit_accept_anything_without_a_limit():
 # Against real steps -----------------------------------------------------------------------------
 
 STEPS = [
-    *(("objective.kl_coef=0.1",), ("model.recompute=full",)),
+    ("objective.kl_coef=0.1",),
+    ("model.recompute=full",),
     ("model.dtype=bfloat16", "model.recompute=selective"),
     *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]

@@ -14,6 +14,8 @@ from pyrl_ext.plan import compile_plan
 from tests.helpers.measured_step import measure, report
 from tests.helpers.ranks import run_ranks
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 TINY_VL = Path(__file__).parents[2] / "configs/tiny_vl.yaml"
 SHORT = ("log.progress=false", "objective.kl_coef=0.1", "batching.prompts=4")
 OWN = ("modules.vision.ranks=own", "modules.vision.parallel.pp=2")

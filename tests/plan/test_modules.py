@@ -28,6 +28,8 @@ from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
+pytestmark = pytest.mark.multiprocess
+
 QWEN3_VL = Path(__file__).parents[2] / "configs/qwen3_vl_30b.yaml"
 
 
@@ -103,7 +105,8 @@ def test_pipeline_waits_for_a_slow_encoder_and_not_for_a_fast_one():
 @pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (4, None), (2, 2), (4, 3)])
 @pytest.mark.parametrize("before", [1, 2])
 def test_in_flight_is_what_the_schedule_keeps(pp: int, vpp: int | None, before: int):
-    parallel, number = Parallel(pp=pp, vpp=vpp), 8 * pp
+    parallel = Parallel(pp=pp, vpp=vpp)
+    number = 8 * pp
     ahead = Ahead(before, ahead_of(parallel.pp, parallel.vpp), 1.0, 2.0)
     slots = pipeline(pp, vpp or 1, number, 1.0, 2.0, encoder=ahead)
     for stage in range(before):
@@ -151,7 +154,8 @@ def test_stage_memory_counts_the_microbatches_that_an_encoder_runs_ahead():
 
 
 def test_stage_memory_counts_what_a_publish_takes_on_every_rank():
-    embedding, experts = 151_936 * 2048 * 2, 128 * 3 * 2048 * 768 * 2
+    embedding = 151_936 * 2048 * 2
+    experts = 128 * 3 * 2048 * 768 * 2
     (stage,) = of_vision(plan_of("rollout.bucket_bytes=1MiB"))  # a layer's experts in one
     assert stage.bytes_of("publish") == experts + embedding
     (stage,) = of_vision(plan_of("rollout.bucket_bytes=4GiB"))
@@ -192,7 +196,8 @@ SHARED = "modules.vision.ranks=shared", "modules.vision.parallel.dp=1"
 def test_compile_plan_puts_a_replica_on_every_rank_of_the_first_stage():
     sizes = ("dp=4", "tp=4", "cp=2", "pp=2", "etp=1")
     plan = plan_of(*SHARED, *(f"parallel.{size}" for size in sizes))
-    grid, llm = plan.grids["vision"], plan.grids["llm"]
+    grid = plan.grids["vision"]
+    llm = plan.grids["llm"]
     first = [rank for rank in llm.ranks if llm.place(rank).pp == 0]
     assert list(grid.ranks) == first == [*range(32)] and plan.world_size == 64
     assert grid.groups["dp"] == (tuple(first),) and "tp" not in grid.groups
@@ -200,13 +205,15 @@ def test_compile_plan_puts_a_replica_on_every_rank_of_the_first_stage():
 
 
 def test_stage_memory_adds_an_encoder_to_the_first_stage():
-    plan, own = plan_of(*SHARED), of_vision(plan_of())[0]
+    plan = plan_of(*SHARED)
+    own = of_vision(plan_of())[0]
     first, last = stage_memory(plan)
     alone, other = stage_memory(plan_of())[:2]
     number = 538_631_408
     held = [first.bytes_of(f"{name} of vision") for name in ("weights", "gradients", "optimizer")]
     assert held == [2 * number, 4 * number, 12 * -(-number // 16)]  # spread over the first stage
-    two, three = first.bytes_of("activations of vision"), own.bytes_of("activations")
+    two = first.bytes_of("activations of vision")
+    three = own.bytes_of("activations")
     assert 3 * two == 2 * three  # pp 2: two in flight, and none ahead
     mine = sum(item.bytes for item in first.items if item.name.endswith("of vision"))
     mine += first.bytes_of("patches") + first.bytes_of("patches of the batch")
@@ -225,7 +232,8 @@ def test_stage_memory_offloads_an_encoder_with_the_trainer():
                       (of_vision(plan_of(away))[0], "")):  # fmt: skip
         items = {item.name: item for item in stage.items}
         for name in ("weights", "optimizer"):
-            on_device, on_host = items[f"{name}{of}"], items[f"{name}{of} on the host"]
+            on_device = items[f"{name}{of}"]
+            on_host = items[f"{name}{of} on the host"]
             assert "rollout" not in on_device.phases and "rollout" in on_host.phases
             assert on_device.bytes == on_host.bytes
         assert "rollout" not in items[f"gradients{of}"].phases
@@ -273,7 +281,8 @@ def test_step_time_has_a_shared_encoder_inside_the_first_stage(train: bool):
 
 def test_step_time_of_a_shared_encoder_lengthens_the_pipeline_by_its_stage():
     images = "estimate.images=20"
-    several, few = costs_of(*SHARED, images), costs_of(*SHARED)
+    several = costs_of(*SHARED, images)
+    few = costs_of(*SHARED)
     assert several["update", "vision"].seconds > 10 * few["update", "vision"].seconds > 0
     none = costs_of(*SHARED, "estimate.images=0")
     own = costs_of("estimate.images=0", "parallel.dp=16")
@@ -298,7 +307,8 @@ def test_step_time_moves_every_row_of_an_image_there_and_its_gradient_back(
 
 def test_plan_command_shows_a_shared_encoder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main([str(QWEN3_VL), *SHARED, "--html", str(tmp_path / "a.html")]) == 0
-    shown, page = capsys.readouterr().out, (tmp_path / "a.html").read_text()
+    shown = capsys.readouterr().out
+    page = (tmp_path / "a.html").read_text()
     assert "0 (vision)" in shown and "first stage" in shown and "1 (vision)" not in shown
     assert "weights of vision" in page and "more of it for vision" in page
     assert page.count('data-rank="0"') == 1  # a rank of two modules is drawn once
@@ -367,7 +377,8 @@ def test_engine_of_rank_leaves_out_ranks_of_an_encoder():
 def test_compile_plan_names_the_encoder_that_a_family_lacks(tmp_path: Path):
     text = QWEN3_VL.read_text().replace("qwen3_vl_30b/", f"{QWEN3_VL.parent}/qwen3_vl_30b/")
     text = text.replace("data/", f"{QWEN3_VL.parent}/data/")
-    start, end = text.index("modules:"), text.index("batching:")
+    start = text.index("modules:")
+    end = text.index("batching:")
     (tmp_path / "a.yaml").write_text(text[:start] + text[end:])
     assert any("expected vision" in each for each in compile_plan(tmp_path / "a.yaml").unsupported)
 

@@ -51,10 +51,12 @@ def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data
     ]
     ep, etp = data.draw(st.sampled_from(spans))
     sizes = Parallel(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-    order, edp = "tp-cp-ep-dp-pp", dp * tp * cp // (ep * etp)
+    order = "tp-cp-ep-dp-pp"
+    edp = dp * tp * cp // (ep * etp)
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
-    found, grid = ranks.Grid("llm", 0, sizes).groups, ranks.Grid("vision", 7, sizes)
+    found = ranks.Grid("llm", 0, sizes).groups
+    grid = ranks.Grid("vision", 7, sizes)
     for name, (of_experts, token) in MEGATRON.items():
         theirs = (expert if of_experts else dense).get_ranks(token)
         mine = {grid.groups_of(rank)[name] for rank in grid.ranks}

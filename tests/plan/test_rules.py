@@ -197,7 +197,8 @@ def test_alignment_equals_the_layouts(tile: int):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16])
 def test_unfit_for_heads_accepts_divisors_and_multiples(tp: int):
     """Ranks share a key/value head as well as they hold several."""
-    grouped, latent = draft_of(load(QWEN3)), draft_of(load(TINY))
+    grouped = draft_of(load(QWEN3))
+    latent = draft_of(load(TINY))
     grouped.learn(grouped.hf | {"num_key_value_heads": 4})
     problem = unfit_for_heads(grouped, tp, "why")
     assert (problem is None) == (tp in (1, 2, 4, 8, 12, 16))

@@ -31,6 +31,8 @@ from pyrl_ext.plan.show.scale import print_scale, scale_block
 from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
 from tests.scale import LAYOUTS, compare
 
+pytestmark = pytest.mark.multiprocess
+
 CONFIGS = ("tiny", "glm47", "glm47_355b", "qwen3_30b", "deepseek_v3")
 
 
@@ -129,9 +131,12 @@ def test_World_knows_the_parts_of_an_exchange():
 
 
 def test_World_counts_the_ids_of_a_kept_set_by_its_shard():
-    split, samples = ("parallel.tp=2", "parallel.pp=2"), (Sample(3, 9), Sample(3, 5))
-    plan, kept = plan_of("tiny", *split), plan_of("tiny", *split, "rollout.top_k=50")
-    full, cut = World(plan, samples), World(kept, samples)
+    split = ("parallel.tp=2", "parallel.pp=2")
+    samples = (Sample(3, 9), Sample(3, 5))
+    plan = plan_of("tiny", *split)
+    kept = plan_of("tiny", *split, "rollout.top_k=50")
+    full = World(plan, samples)
+    cut = World(kept, samples)
     assert cut.row_bytes(0) == full.row_bytes(0)
     assert cut.row_bytes(1) == full.row_bytes(1) + 4 + 4 * 25
     assert cut.generated_bytes - full.generated_bytes == pytest.approx(full.rows / 4 * 204)
@@ -146,7 +151,8 @@ def test_World_counts_the_bytes_of_a_batch_row_by_row():
     samples = [Sample(3, 5 + i % 7) for i in range(64)]
     world = World.of(plan, 16, False, samples)
     assert world is not None and world.plan.parallel.dp == 4
-    routers, topk = plan.router_layers, plan.sizes.topk
+    routers = plan.router_layers
+    topk = plan.sizes.topk
     stages = [[layer for chunk in stage for layer in chunk.layers] for stage in plan.stages]
     computed = generated = 0.0
     for sample in samples:
@@ -218,7 +224,8 @@ def test_print_scale_and_page_show_every_number(capsys):
     console = Console(width=150, color_system=None)
     with console.capture() as capture:
         print_scale(plan, console)
-    text, words = capture.get(), checked(plan_page(plan, [scale_block(plan)])).words
+    text = capture.get()
+    words = checked(plan_page(plan, [scale_block(plan)])).words
     for row in scale(plan):
         for value in row.values:
             assert value is not None

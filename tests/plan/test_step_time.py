@@ -29,6 +29,8 @@ from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.phases import STEP_PHASES
 from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
 
+pytestmark = pytest.mark.multiprocess
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
 
@@ -115,7 +117,8 @@ def test_model_flops_equal_torchs_count(name: str):
     config = AutoConfig.from_pretrained(CONFIGS / name)
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    samples, rows = 3, 24
+    samples = 3
+    rows = 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 100, (samples, rows)))
     sizes = read_sizes(json.loads((CONFIGS / name / "config.json").read_text()))
@@ -180,7 +183,8 @@ def test_pipeline_starts_a_pass_after_its_input_and_its_rank():
     ends = {(s.kind, s.chunk * 4 + s.rank, s.microbatch): s.end for s in slots}
     assert len(ends) == len(slots) == 4 * 2 * 8 * 2
     for slot in slots:
-        place, number = slot.chunk * 4 + slot.rank, slot.microbatch
+        place = slot.chunk * 4 + slot.rank
+        number = slot.microbatch
         if slot.kind == "F" and place:
             assert slot.start >= ends["F", place - 1, number] + 0.1
         elif slot.kind == "B" and place < 7:
@@ -251,7 +255,9 @@ def test_step_time_adds_up_and_says_what_it_assumes():
 
 def test_step_time_counts_the_operations_of_an_update():
     plan = glm47("parallel.dp=1", "parallel.ep=1", "model.recompute=none")
-    samples, sizes, counts = step_samples(plan), plan.sizes, parameters(plan.sizes)
+    samples = step_samples(plan)
+    sizes = plan.sizes
+    counts = parameters(plan.sizes)
     rows = sum(sample.rows for sample in samples)
     found = amounts(plan, "update")
     assert found["experts"] == pytest.approx(3 * 2 * counts.active_expert * rows)
@@ -288,22 +294,31 @@ def test_step_time_adds_a_forward_pass_for_recompute(
     recompute: str, projections: int, experts: int, attention: int
 ):
     plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1")
-    once, found = amounts(plan, "old_logprobs"), amounts(plan, "update")
+    once = amounts(plan, "old_logprobs")
+    found = amounts(plan, "update")
     for name, times in (
-        *(("projections", projections), ("experts", experts)),
-        *(("attention", attention), ("expert parallel", experts - 1)),
+        ("projections", projections),
+        ("experts", experts),
+        ("attention", attention),
+        ("expert parallel", experts - 1),
     ):
         assert found[name] == pytest.approx(times * once[name]), name
 
 
 def test_step_time_counts_the_bytes_between_ranks():
     plan = glm47(
-        *("parallel.dp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4"),
-        *("parallel.etp=1", "batching.minibatches=1", "batching.tokens_per_microbatch=1000000"),
+        "parallel.dp=2",
+        "parallel.tp=2",
+        "parallel.cp=2",
+        "parallel.ep=4",
+        "parallel.etp=1",
+        "batching.minibatches=1",
+        "batching.tokens_per_microbatch=1000000",
     )
     (turn,) = step_rounds(plan)
     rows = max(each.rows for each in turn.bins)
-    hidden, found = 2048 * 2, amounts(plan, "old_logprobs")
+    hidden = 2048 * 2
+    found = amounts(plan, "old_logprobs")
     # 47 layers; attention and feed-forward part each gather and scatter half of a cp rank's rows,
     # and attention half of the other cp rank's latents
     sent = 47 * (4 * rows / 2 * hidden / 2 + rows / 2 * 576 * 2 / 2)
@@ -320,7 +335,8 @@ def test_step_time_counts_the_bytes_between_ranks():
 def test_step_time_sums_gradients_over_copies():
     plan = glm47("batching.minibatches=1")
     counts = parameters(plan.sizes)
-    dense, found = counts.total - counts.expert, amounts(plan, "update")
+    dense = counts.total - counts.expert
+    found = amounts(plan, "update")
     assert found["reduce gradients"] == pytest.approx(4 * dense * 7 / 8)  # experts have no copy
     assert found["gather weights"] == pytest.approx(2 * dense * 7 / 8)
     twice = amounts(glm47("batching.minibatches=1", "optimizer.distributed=false"), "update")
@@ -331,7 +347,8 @@ def test_step_time_sums_gradients_over_copies():
 def test_step_time_counts_the_bytes_of_the_optimizer():
     plan = glm47("batching.minibatches=1")
     counts = parameters(plan.sizes)
-    dense, expert = counts.total - counts.expert, counts.expert / 8
+    dense = counts.total - counts.expert
+    expert = counts.expert / 8
     # gradients of all local weights are set to zero (4 bytes written) and their norm is taken (4
     # read); of the rank's part AdamW reads 16 bytes, writes 12, and writes the bfloat16 weight
     norms = 8 * (dense + expert)
@@ -349,14 +366,17 @@ def test_step_time_counts_the_bytes_of_the_optimizer():
 def test_step_time_moves_offloaded_bytes_both_ways():
     plan = glm47("rollout.offload_trainer=all")
     counts = parameters(plan.sizes)
-    dense, expert = counts.total - counts.expert, counts.expert / 8
+    dense = counts.total - counts.expert
+    expert = counts.expert / 8
     held = 2 * (dense + expert) + 12 * (dense / 8 + expert)  # gradients are dropped
     assert amounts(plan, "publish")["offload trainer"] == pytest.approx(2 * held)
     moments = amounts(glm47("rollout.offload_trainer=optimizer"), "publish")
     assert moments["offload trainer"] == pytest.approx(2 * 12 * (dense / 8 + expert))
 
     plan = glm47(
-        *("model.offload_layers=2", "model.backend=te", "model.recompute=none"),
+        "model.offload_layers=2",
+        "model.backend=te",
+        "model.recompute=none",
         "batching.minibatches=1",
     )
     rows = sum(max(each.rows for each in turn.bins) for turn in step_rounds(plan))

@@ -37,7 +37,10 @@ LONG = str(REPOSITORY / "configs/glm47_long.yaml")
 NODES = ("parallel.dp=8", "parallel.cp=2", "parallel.dynamic_cp=8", "hardware.gpus_per_node=4")
 
 TENSOR = (
-    *("parallel.tp=2", "parallel.dp=2", "parallel.dynamic_cp=4", "parallel.ep=4"),
+    "parallel.tp=2",
+    "parallel.dp=2",
+    "parallel.dynamic_cp=4",
+    "parallel.ep=4",
     "batching.tokens_per_microbatch=32k",
 )
 
@@ -57,8 +60,11 @@ def test_strategies_are_priced_as_a_loop_over_rows_does(overrides):
     """Makespan, balance, padding, tokens and moved bytes, from the schedule and the samples."""
     rows = lengths(70)
     found = compared(rows, *overrides)
-    plan, model = found.plan, found.costs.model
-    tp, cp, per_node = plan.parallel.tp, plan.parallel.cp, plan.hardware.gpus_per_node
+    plan = found.plan
+    model = found.costs.model
+    tp = plan.parallel.tp
+    cp = plan.parallel.cp
+    per_node = plan.hardware.gpus_per_node
     ranks = plan.parallel.dp * cp
     for each in found.strategies:
         makespan = work = padded = moved = away = shared = 0.0
@@ -75,16 +81,19 @@ def test_strategies_are_priced_as_a_loop_over_rows_does(overrides):
                     align = alignment(tp, size)
                     n = -(-rows[sample] // align) * align
                     time += token * n + square * n * n
-                    padded, shared = padded + n, shared + size * rows[sample]
+                    padded = padded + n
+                    shared = shared + size * rows[sample]
                     for rank in range(first, first + size):
                         tokens[rank] += n // size
                         for part in range(tp):
-                            here, owner = rank * tp + part, found.owners[sample]
+                            here = rank * tp + part
+                            owner = found.owners[sample]
                             routers = len(plan.router_layers) * plan.sizes.topk
                             bytes_ = rows[sample] / size * (4 + 4 + 1 + 4 + 4 + (1 + routers) / tp)
                             moved += bytes_ * (here != owner)
                             away += bytes_ * (here // per_node != owner // per_node)
-                slowest, work = max(slowest, time), work + time * size
+                slowest = max(slowest, time)
+                work = work + time * size
             makespan += slowest + model.launch_seconds
         assert sorted(i for g in each.microbatches for p in g for i in p.samples) == [*range(70)]
         assert each.makespan == pytest.approx(makespan)
@@ -136,7 +145,9 @@ def test_costs_of_a_plan_are_those_of_its_forecast():
     from pyrl_ext.plan.forecast.workload import Bin, step_samples
 
     plan = compile_plan(LONG)
-    costs, gpu, samples = costs_of(plan), gpu_of(plan), step_samples(plan)
+    costs = costs_of(plan)
+    gpu = gpu_of(plan)
+    samples = step_samples(plan)
     assert gpu is not None and costs.unit == "s"
     share = sum(s.response for s in samples) / sum(s.rows for s in samples)
     for cp in (1, 2, 8):
@@ -152,7 +163,9 @@ def test_costs_of_a_plan_are_those_of_its_forecast():
 
 
 MEASURED = (
-    *("cp_cost.token_seconds=2e-6", "cp_cost.square_seconds=3e-11", "cp_cost.launch_seconds=0.004"),
+    "cp_cost.token_seconds=2e-6",
+    "cp_cost.square_seconds=3e-11",
+    "cp_cost.launch_seconds=0.004",
     "cp_cost.exchanges=[[2, 0.001, 4e-7, 0], [8, 0.002, 5e-7, 2e-12]]",
 )
 
@@ -166,13 +179,16 @@ def test_costs_of_a_plan_are_the_measured_ones_if_it_has_some():
     assert costs_of(plan).model == cost
     parallel = plan.parallel
     asked = plan_dynamic_cp(
-        *(rows, parallel.dp * parallel.cp, plan.batching.tokens_per_microbatch),
+        rows,
+        parallel.dp * parallel.cp,
+        plan.batching.tokens_per_microbatch,
         cost=cost,
         min_cp_size=parallel.cp,
         max_cp_size=parallel.dynamic_cp,
     )
     assert Scheduler(plan).schedule(rows) == asked
-    measured, estimated = compared(rows, *MEASURED), compared(rows)
+    measured = compared(rows, *MEASURED)
+    estimated = compared(rows)
     assert measured.strategies[-1].makespan == pytest.approx(asked.makespan)
     told = {True: "as measured, cp_cost", False: "on H200, as in the plan"}
     for each in (measured, estimated):
@@ -282,7 +298,8 @@ def test_main_refuses_files_that_are_not_there_or_no_text(tmp_path: Path, capsys
 
 
 def test_main_prints_the_table_and_the_picture(tmp_path: Path, capsys):
-    path, page = tmp_path / "lengths.json", tmp_path / "page.html"
+    path = tmp_path / "lengths.json"
+    page = tmp_path / "page.html"
     path.write_text(json.dumps(lengths(60)))
     assert main([LONG, "--lengths", str(path), "--html", str(page)]) == 0
     text = capsys.readouterr().out
@@ -301,7 +318,8 @@ def test_picture_gives_each_rank_its_time():
     """Characters of a rank's line are proportional to its seconds, to one of each microbatch."""
     from pyrl_ext.plan.show.strategies import picture
 
-    few, many = compared([120_000, 40_000, 500], *NODES), compared(lengths(60), *NODES)
+    few = compared([120_000, 40_000, 500], *NODES)
+    many = compared(lengths(60), *NODES)
     for found, each in [(one, each) for one in (few, many) for each in one.strategies]:
         for label, line in picture(found, each, each.makespan, 400):
             rank = int(label.removeprefix("rank "))

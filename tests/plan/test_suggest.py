@@ -172,4 +172,4 @@ def test_even_layout_differs_by_one_layer(layers: int, mtp: int, stages: int):
     parallel = Parallel(pp=stages, pipeline_model_parallel_layout=even_layout(layers, mtp, stages))
     counts = [len(chunk.layers) for (chunk,) in plan_stages(parallel, layers, mtp)]
     assert sum(counts) == layers and max(counts) - min(counts) <= 1
-    assert counts[-1] == min(counts)  # beside the loss
+    assert counts[-1] == min(counts)  # next to the loss

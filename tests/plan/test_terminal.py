@@ -62,7 +62,8 @@ def test_memory_table_cuts_reasons_and_never_names():
             console.print(memory_table(summary, in_full)[1])
         return capture.get().splitlines()
 
-    short, full = lines(False), lines(True)
+    short = lines(False)
+    full = lines(True)
     (line,) = [line for line in short if line.startswith("~ parameters gathered ahead  ")]
     assert len(line) <= 100 and line.rstrip().endswith("…")
     assert len(full) > len(short) and "…" not in "".join(full)

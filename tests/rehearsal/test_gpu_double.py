@@ -35,6 +35,8 @@ from tests.helpers.gpu_double.whole import on_double
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import LAYERS, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 EXTREMES = (LATE, EARLY)
 BF16 = "model.dtype=bfloat16"
 
@@ -77,7 +79,8 @@ def test_tensors_of_both_sides_in_one_operator_raise():
 def operators_agree(order: str) -> None:
     """Autograd, an operator of this package, a fused optimizer, in place and out."""
     torch.manual_seed(0)
-    weight, rows = torch.randn(8, 8), torch.tensor([3, -1, 0, 3])
+    weight = torch.randn(8, 8)
+    rows = torch.tensor([3, -1, 0, 3])
     found = []
     with gpu_double.rehearsed(order) as seen:
         for there in (False, True):
@@ -153,7 +156,8 @@ def trained(
     seen: Seen, topo: Any, plan: Any, number: int = 2, between: Any = None, loss: Any = None
 ) -> list[Any]:
     """A policy's waits, scores, metrics of ``number`` updates, and weights at the end."""
-    batch, policy = random_batch(), Policy.build(plan, topo, offloads=between is not None)
+    batch = random_batch()
+    policy = Policy.build(plan, topo, offloads=between is not None)
     limit = plan.batching.tokens_per_microbatch
     schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
     seen.waits.clear()
@@ -188,7 +192,8 @@ SMALL = "batching.tokens_per_microbatch=80"  # four microbatches
 
 
 def waits_of_a_policy() -> None:
-    one, four = run_policy(AT_ONCE, number=1), run_policy(AT_ONCE, SMALL, number=1)
+    one = run_policy(AT_ONCE, number=1)
+    four = run_policy(AT_ONCE, SMALL, number=1)
     assert (one[1], four[1]) == (1, 4)
     expected = {key: count + ONCE.get(key, 0) for key, count in PER_PASS.items()} | {
         key: count for key, count in ONCE.items() if key not in PER_PASS
@@ -231,7 +236,8 @@ def test_policy_trains_the_same_in_every_order_of_streams(overrides: tuple[str, 
 
 
 def policy_without_a_wait() -> None:
-    right, arrive = run_policy(LATE, SMALL, number=1), Upload.arrive
+    right = run_policy(LATE, SMALL, number=1)
+    arrive = Upload.arrive
 
     def planted(self: Upload) -> None:
         self._in_flight.clear()  # and the current stream does not wait
@@ -342,7 +348,8 @@ def bytes_of_a_step(*overrides: str) -> None:
     plan = tiny_plan(BF16, *overrides)
     planned = {item.name: item for item in memory_of(plan, 0).items}
     with on_double(plan) as topo, gpu_double.rehearsed():
-        before, batch = LEDGER.live, random_batch()
+        before = LEDGER.live
+        batch = random_batch()
         policy = Policy.build(plan, topo)
         schedule = plan_microbatches(batch.seqlens, topo.dp_size, 4096, plan.row_alignment)
         ready = batch.with_(old_logprobs=batch.rollout_logprobs)
@@ -418,7 +425,8 @@ def side_streams() -> None:
         (LATE, False, True),
     ):
         with gpu_double.rehearsed(order):
-            side, x = module.Stream(), torch.zeros(4, device="gpu")
+            side = module.Stream()
+            x = torch.zeros(4, device="gpu")
             x += 1
             if waits:
                 side.wait_stream(module.current_stream())
@@ -438,7 +446,8 @@ def overwritten() -> None:
     module = torch.get_device_module(device())
     for waits in (True, False):
         with gpu_double.rehearsed(LATE):
-            side, x = module.Stream(), torch.ones(4, device="gpu")
+            side = module.Stream()
+            x = torch.ones(4, device="gpu")
             side.wait_stream(module.current_stream())
             with module.stream(side):
                 y = x * 3
@@ -456,7 +465,8 @@ def test_memory_is_not_overwritten_while_another_stream_reads_it():
 def freed() -> None:
     with gpu_double.rehearsed():
         x = put(torch.ones(4))
-        view, host = x[1:], x.host
+        view = x[1:]
+        host = x.host
         del x
         assert (host == 1).all()  # the view holds it
         del view

@@ -17,6 +17,8 @@ from tests.helpers.nccl_rules import watch
 from tests.helpers.nccl_rules.program import Call, Communicator, Program, Wait
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 RANK = dist.get_rank
 ON_HOST: list[torch.Tensor] = []  # tensors that would be on the host
 KEPT: list[Any] = []  # handles of messages that are not waited for
@@ -69,7 +71,8 @@ def nothing_wrong() -> None:
 
 def swapped_messages() -> None:
     """Tags tell them from each other over gloo; NCCL has none."""
-    large, small = torch.ones(4), torch.ones(2)
+    large = torch.ones(4)
+    small = torch.ones(2)
     if RANK() == 0:
         handles = [dist.isend(large, 1, tag=1), dist.isend(small, 1, tag=2)]
     else:
@@ -81,7 +84,8 @@ def swapped_messages() -> None:
 
 def batch_of_some_ranks() -> None:
     """The first use of a group needs all its ranks."""
-    group, me = group_of(0, 1, 2), RANK()
+    group = group_of(0, 1, 2)
+    me = RANK()
     if me < 2:
         kind = dist.irecv if me else dist.isend
         for handle in dist.batch_isend_irecv([dist.P2POp(kind, torch.ones(2), 1 - me, group)]):

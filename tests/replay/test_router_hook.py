@@ -27,6 +27,8 @@ from tests.helpers.tiny import (
     tiny_plan,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 RECOMPUTE = ["none", "selective", "full"]
 
 
@@ -66,10 +68,12 @@ def expected_map(batch, micro, layer):
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_use_forces_the_given_ids(recompute):
-    plan, batch = tiny_plan(f"model.recompute={recompute}"), random_batch(12)
+    plan = tiny_plan(f"model.recompute={recompute}")
+    batch = random_batch(12)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        probe, schedule = Probe(policy), plan_microbatches(batch.seqlens, 1, 64)
+        probe = Probe(policy)
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
         batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
         passes.update(policy, batch, schedule, build_loss(plan.objective))
         micros = [microbatch(batch, g.samples, topo.place()) for (g,) in schedule.microbatches]
@@ -100,7 +104,8 @@ def test_use_routes_as_megatron_does(config, fields):
     given experts and of those that the router chooses."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)
+    plan = tiny_plan(config=config)
+    batch = random_batch(6, unrouted=0.0)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -131,16 +136,19 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
     tokens without a route go where the router sends them. Each age has its own counts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    plan, batch = tiny_plan(), random_batch(4, unrouted=0.3)
+    plan = tiny_plan()
+    batch = random_batch(4, unrouted=0.3)
     shard = shard_at(batch, range(4), Place(), tile_rows=16)
     ages = torch.randint(3, [len(shard.rows.routers)])
     shard = shard.with_columns(route_ages=ages[:, None] == torch.arange(3))
     micro = Microbatch.of(shard, 0, Place())
-    rows, at = micro.rows.tolist(), micro.at_router.tolist()
+    rows = micro.rows.tolist()
+    at = micro.at_router.tolist()
     assert min(rows) < 0 and not batch.route_mask.all()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        replay, chunk = policy.llm.replay, policy.llm.chunks[0]
+        replay = policy.llm.replay
+        chunk = policy.llm.chunks[0]
         routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
         with replay.session(counting=True), torch.no_grad():
             layers = replay.layers_to_replay(shard.seat.layers) if replayed else ()
@@ -165,7 +173,8 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
 
 def test_use_lets_the_router_choose_for_tokens_without_a_route():
     """With no route at all, a replayed pass is the native one."""
-    plan, batch = tiny_plan(), random_batch(8, unrouted=1.1)
+    plan = tiny_plan()
+    batch = random_batch(8, unrouted=1.1)
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -177,7 +186,8 @@ def test_use_lets_the_router_choose_for_tokens_without_a_route():
 
 def test_agreement_counts_what_the_router_would_have_chosen():
     """Replaying the router's own choice agrees fully; one wrong expert of two agrees by half."""
-    plan, batch = tiny_plan(), random_batch(8, unrouted=0.0)
+    plan = tiny_plan()
+    batch = random_batch(8, unrouted=0.0)
     schedule = plan_microbatches(batch.seqlens, 1, 4096)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -200,7 +210,8 @@ def test_agreement_counts_what_the_router_would_have_chosen():
 
 
 def test_use_keeps_the_gradient_of_the_gate():
-    plan, batch = tiny_plan(), random_batch(8, unrouted=0.0)
+    plan = tiny_plan()
+    batch = random_batch(8, unrouted=0.0)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -215,7 +226,8 @@ def test_use_keeps_the_gradient_of_the_gate():
 
 
 def test_session_leaves_no_state_after_an_exception():
-    plan, batch = tiny_plan("model.recompute=full"), random_batch(8)
+    plan = tiny_plan("model.recompute=full")
+    batch = random_batch(8)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 64)
 
@@ -234,7 +246,8 @@ def test_session_leaves_no_state_after_an_exception():
 
 
 def test_prepare_refuses_missing_layers():
-    plan, batch = tiny_plan(), random_batch(4)
+    plan = tiny_plan()
+    batch = random_batch(4)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         assert batch.routes is not None

@@ -30,7 +30,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
 from tests.helpers.tiny import CONFIG, EXPERTS, QUICK, tiny_plan
 
-STEPS, KEEP, SIZE = 7, 4, 2
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+STEPS = 7
+KEEP = 4
+SIZE = 2
 
 
 def plan_of(
@@ -47,11 +51,13 @@ class Run:
     """The rollouts of a run on this process, whose steps take no time."""
 
     def __init__(self, plan: Plan, engine: BusyEngine, group: Any = None):
-        self.plan, self.engine = plan, engine
+        self.plan = plan
+        self.engine = engine
         self.scored: set[str] = set()
         self.begun: dict[int, int] = {}  # step -> step in which it began
         self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group, self.waits)
-        self.step, self.others = -1, {*threading.enumerate()}
+        self.step = -1
+        self.others = {*threading.enumerate()}
 
     def request_of(self, step: int) -> RolloutRequest:
         self.begun.setdefault(step, self.step)
@@ -132,7 +138,9 @@ def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: s
     found = run.steps(first, train)
     own = [[KEEP * step + i for i in range(KEEP)] for step in range(first, steps)]
     assert [groups_of(rollout) for rollout, _ in found] == own
-    begun, number = {}, first  # step -> version
+    # step -> version
+    begun = {}
+    number = first
     for version in range(first, steps):
         depth = ahead  # one less after each SPARE steps
         if slower == "trainer":
@@ -147,7 +155,8 @@ def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: s
 
 def test_Ahead_stays_as_far_ahead_while_the_next_step_lacks_groups():
     """All groups of the step are there; at every other one none of the next, but those after."""
-    ahead, steps = 3, 4 * SPARE
+    ahead = 3
+    steps = 4 * SPARE
     run = Run(plan_of(ahead, steps=steps), BusyEngine(0, held=True))
 
     def train() -> None:
@@ -206,7 +215,10 @@ def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
     carried = given_up = 0.0
     for seed in range(24):
         ahead = 1 + seed % 3
-        run = Run(plan_of(ahead, oversample=1.75, too_old=too_old), BusyEngine(seed))
+        run = Run(
+            plan_of(ahead, oversample=1.75, too_old=too_old),
+            BusyEngine(seed),
+        )
         trained = list[int]()
         for step, (rollout, metrics) in enumerate(run.steps()):
             groups = groups_of(rollout)
@@ -327,7 +339,8 @@ def test_Ahead_drops_groups_that_are_too_old_and_says_when_too_few_are_left():
 
 def over_ranks(group: dist.ProcessGroup) -> None:
     """Ranks whose engines have different speeds train on the same groups."""
-    rank, world = group.rank(), group.size()
+    rank = group.rank()
+    world = group.size()
     plan = plan_of(2, 1.75, ranks=world)
     run = Run(plan, BusyEngine(rank, 0.002 + 0.01 * rank), group)
     found = run.steps()
@@ -356,7 +369,8 @@ def test_train_is_the_same_at_any_ahead_with_recorded_turns(form: str, tmp_path:
     apart = form == "apart"
     asked = [f"turns.form={'stepwise' if apart else form}", f"turns.merge={not apart}", "steps=2"]
     asked += [*QUICK[:2], "log.progress=false"]
-    config, recorded = CONFIG.with_name("tiny_turns.yaml"), tmp_path / "live/rollouts"
+    config = CONFIG.with_name("tiny_turns.yaml")
+    recorded = tmp_path / "live/rollouts"
     live = trained(tmp_path / "live", config, *asked, "rollout.record=rollouts")
     samples = load_samples(recorded / "step-000001.safetensors")
     assert max(len(s.spans) for s in samples) == (1 if apart else 4)
@@ -414,7 +428,8 @@ def other_routes(sample: Sample) -> Sample:
 
 def of_two_versions(sample: Sample, newest: int) -> Sample:
     """Its first token stays what it was, the others are of version ``newest``."""
-    size, seam = sample.tokens.numel(), sample.prompt_len + 1
+    size = sample.tokens.numel()
+    seam = sample.prompt_len + 1
     if seam == size:
         return sample
     spans = ((sample.prompt_len, seam, sample.weight_version), (seam, size, newest))

@@ -23,6 +23,8 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import assert_same, random_sample
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.multiprocess
+
 
 class Seeded(Engine):
     """An engine whose samples are a function of prompt and index; one rank may fail.
@@ -32,7 +34,8 @@ class Seeded(Engine):
     """
 
     def __init__(self, fails: bool = False, step: int = 0):
-        self.fails, self.step = fails, step
+        self.fails = fails
+        self.step = step
         self.asked = self.open = self.given = 0
 
     @property
@@ -45,7 +48,8 @@ class Seeded(Engine):
         return {}
 
     def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
-        self.asked, self.given = len(prompts), 0
+        self.asked = len(prompts)
+        self.given = 0
         if self.fails:
             raise ValueError("out of paper")
         group = range(sampling.samples_per_prompt)
@@ -99,7 +103,8 @@ def test_generate_on_ranks_keeps_the_groups_that_are_complete_first(keep: int):
     """Groups finish in the order of their places, which here is that of id * 5 modulo 11."""
     ids = range(7)
     order = sorted(ids, key=lambda i: (i * 5 % 11, i))
-    engine, judged = Seeded(step=5), []
+    engine = Seeded(step=5)
+    judged = []
 
     def judge(group: list[Sample]) -> list[Sample]:
         judged.append([(s.prompt_id, s.index) for s in group])
@@ -142,7 +147,8 @@ def whole(rollout: Rollout, group: dist.ProcessGroup) -> list[Sample]:
 
 
 def over_ranks(group: dist.ProcessGroup) -> None:
-    rank, ranks = group.rank(), group.size()
+    rank = group.rank()
+    ranks = group.size()
     everything = asked(range(7))
     engine = Seeded()
     got = generate_on_ranks(engine, everything, scored, group)
@@ -186,7 +192,8 @@ def components(group: dist.ProcessGroup) -> None:
 
 def own_quotas(group: dist.ProcessGroup) -> None:
     """Each engine's first groups are kept, however late the others are."""
-    rank, ranks = group.rank(), group.size()
+    rank = group.rank()
+    ranks = group.size()
     kept = []
     for other in range(ranks):
         share = sorted(range(other, 10, ranks), key=lambda i: i * 5 % 11)
@@ -212,7 +219,8 @@ class Collective(Seeded):
 
     def __init__(self, holders: Any, samples: int | None = None, step: int = 5):
         super().__init__(step=step)
-        self.holders, self.samples = holders, samples
+        self.holders = holders
+        self.samples = samples
 
     def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
         with closing(super().stream(prompts, sampling)) as samples:
@@ -232,7 +240,8 @@ class Held:
     """Rollouts of seven prompts over two engines, each of which two ranks hold."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank = group, group.rank()
+        self.group = group
+        self.rank = group.rank()
         first = self.rank // 2 * 2
         self.holders: Any = dist.new_group([first, first + 1], use_local_synchronization=True)
 
@@ -261,7 +270,8 @@ def judge_sleeps(samples: list[Sample]) -> list[Sample]:
 
 def failures_of_one_holder(group: dist.ProcessGroup) -> list[int]:
     """Prompts of the groups that this rank scored, in a rollout in which nothing fails."""
-    held, judged = Held(group), list[int]()
+    held = Held(group)
+    judged = list[int]()
 
     def judge(samples: list[Sample]) -> list[Sample]:
         judged.append(samples[0].prompt_id)

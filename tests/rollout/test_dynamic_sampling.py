@@ -22,6 +22,8 @@ from tests.helpers.rows import numbers
 from tests.helpers.scores import check_scores
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 
 def group_of(prompt: int, rewards: list[float]) -> list[Sample]:
     return [

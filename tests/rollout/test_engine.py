@@ -6,10 +6,13 @@ import torch
 from pyrl_ext.rollout.engine import agreed_digests, need_processor
 from pyrl_ext.samples import Image, Prompt
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_need_processor_refuses_images_that_nothing_scales():
     image = Image(0, 1, (1, 2, 2), torch.zeros(4, 12, dtype=torch.uint8))
-    text, seen = Prompt(3, (1, 2), "", ""), Prompt(4, (1, 2), "", "", images=(image,))
+    text = Prompt(3, (1, 2), "", "")
+    seen = Prompt(4, (1, 2), "", "", images=(image,))
     need_processor("HFEngine.stream", [text], None)
     need_processor("HFEngine.stream", [text, seen], object())
     with pytest.raises(ValueError, match=r"HFEngine.stream\(prompt 4\): 1 images, expected none"):

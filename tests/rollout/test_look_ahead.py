@@ -3,12 +3,17 @@
 from pyrl_ext.schedule.look_ahead import SPARE, LookAhead
 
 AHEAD = 3
-WAITS, JUST, SPARES = 0, 1, 2  # steps, from the one that is trained, whose groups are all there
+# steps, from the one that is trained, whose groups are all there
+WAITS = 0
+JUST = 1
+SPARES = 2
 
 
 def begins(steps: list[int]) -> list[int]:
-    """How many steps begin in each step."""
-    look, begun, found = LookAhead(), 0, list[int]()
+    """Number of steps begin in each step."""
+    look = LookAhead()
+    begun = 0
+    found = list[int]()
     for step, there in enumerate(steps):
         end = look.end(step, begun, AHEAD, lambda other, last=step + there: other < last)
         found.append(end - begun)

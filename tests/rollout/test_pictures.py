@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pyrl_ext import train
@@ -13,6 +14,8 @@ from pyrl_ext.rollout.recorded_file import load_samples
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
+
+pytestmark = pytest.mark.multiprocess
 
 SFT = """
 objective: sft
@@ -42,7 +45,8 @@ def write_records(folder: Path) -> Path:
 
 
 def runs(group: Any, folder: str, pictures: str, records: str) -> None:
-    live, played = ("live", "rollout.record=rollouts"), ("played", "rollout.engine=recorded")
+    live = ("live", "rollout.record=rollouts")
+    played = ("played", "rollout.engine=recorded")
     path = f"rollout.path={folder}/live/rollouts"
     for name, *overrides in (live, (*played, path)):
         given = [pictures, f"run={folder}/{name}", "evaluate.every=0", *overrides]

@@ -37,6 +37,8 @@ from tests.helpers.samples import with_kept
 from tests.helpers.scores import check_scores
 from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 
 def prompts_of(samples: list[Sample]) -> list[Prompt]:
     found = {s.prompt_id: tuple(s.tokens[: s.prompt_len].tolist()) for s in samples if not s.index}
@@ -68,7 +70,8 @@ def test_save_samples_refuses_bad_batches(tmp_path: Path):
         save_samples(tmp_path / "a", [])
     with pytest.raises(ValueError, match="prompt 1, sample 0 has routes of layers"):
         save_samples(tmp_path / "a", [random_sample(0, 0, 5), random_sample(1, 0, 5, None)])
-    first, other = random_sample(0, 0, 5), random_sample(1, 0, 5)
+    first = random_sample(0, 0, 5)
+    other = random_sample(1, 0, 5)
     images = [Image(0, 1, (1, 2, 2), torch.zeros(4, n, dtype=torch.uint8)) for n in (3, 6)]
     seen = [dataclasses.replace(first, images=(images[0],))]
     with pytest.raises(
@@ -89,11 +92,11 @@ def with_images() -> list[Sample]:
 
 
 def with_sets() -> list[Sample]:
-    """Sets that top-p and top-k kept, beside images."""
+    """Sets that top-p and top-k kept, next to images."""
     return [with_kept(each, 200) for each in with_images()]
 
 
-def test_save_samples_stores_kept_sets_in_four_bytes_a_token(tmp_path: Path):
+def test_save_samples_stores_sampling_mask_in_four_bytes_a_token(tmp_path: Path):
     path = tmp_path / "batch.safetensors"
     save_samples(path, with_sets())
     loaded = load_samples(path)
@@ -103,11 +106,11 @@ def test_save_samples_stores_kept_sets_in_four_bytes_a_token(tmp_path: Path):
         assert file.get_slice("kept_ids").get_shape() == [ids]
         assert file.get_slice("kept_ids").get_dtype() == "I32"
         assert file.metadata()["format"] == "pyrl_ext rollout 4"
-    assert RecordedEngine(path).capabilities.kept_sets
+    assert RecordedEngine(path).capabilities.sampling_mask
     with pytest.raises(ValueError, match=r"prompt 0, sample 1 differs .* in having kept sets"):
         save_samples(path, [loaded[0], with_images()[1]])
     save_samples(path, with_images())
-    assert not RecordedEngine(path).capabilities.kept_sets
+    assert not RecordedEngine(path).capabilities.sampling_mask
 
 
 def test_save_samples_stores_a_picture_once(tmp_path: Path):
@@ -248,20 +251,23 @@ def test_RecordedEngine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
 
 def of_two_versions(sample: Sample) -> Sample:
     """Its last token is one version newer, and has the only route that counts."""
-    size, version = sample.tokens.numel(), sample.weight_version
+    size = sample.tokens.numel()
+    version = sample.weight_version
     spans = ((sample.prompt_len, size - 1, version), (size - 1, size, version + 1))
     return with_newest_routes(dataclasses.replace(sample, version_spans=spans))
 
 
 def test_RecordedEngine_finds_older_samples_by_the_step_that_trained_on_them(tmp_path: Path):
     recorder = Recorder(tmp_path, one_rank(tiny_plan()))
-    now, older = random_samples(version=0), random_samples(version=1)
+    now = random_samples(version=0)
+    older = random_samples(version=1)
     older[1] = of_two_versions(older[1])
     older[2].route_mask[:1] = False  # a turn of one version, in a context of older ones
     older[2] = dataclasses.replace(older[2], masked=1)
     for step, samples in enumerate((now, now, older, older)):
         recorder.save(step, samples)
-    engine, prompts = RecordedEngine(tmp_path), prompts_of(now)
+    engine = RecordedEngine(tmp_path)
+    prompts = prompts_of(now)
     for step, samples in enumerate((now, now, older, older)):
         asked = Sampling(4, samples_per_prompt=2, step=step)
         assert_same(engine.generate(prompts, asked), samples)

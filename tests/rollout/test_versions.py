@@ -18,10 +18,13 @@ from tests.helpers.engines import assert_same, random_sample
 def turns_of(*versions: tuple[int, int]) -> list[Sample]:
     """Turns of four tokens each, of which the first three and the last were sampled by these
     versions; an observed token is between two turns."""
-    turns, size = list[Sample](), 3
+    turns = list[Sample]()
+    size = 3
     for oldest, last in versions:
-        sample, at = random_sample(0, 0, size + 4, None, oldest), torch.arange(size + 4)
-        mask, spans = at >= size, ((size, size + 3, oldest), (size + 3, size + 4, last))
+        sample = random_sample(0, 0, size + 4, None, oldest)
+        at = torch.arange(size + 4)
+        mask = at >= size
+        spans = ((size, size + 3, oldest), (size + 3, size + 4, last))
         logprobs = torch.where(mask, -1.0, 0.0)
         turn = replace(sample, prompt_len=size, loss_mask=mask, rollout_logprobs=logprobs)
         turns.append(replace(turn, version_spans=spans if oldest < last else ()).check())
@@ -42,7 +45,8 @@ def test_merged_turns_keep_the_version_of_every_token():
 def test_masked_rows_are_counted_once(merge: bool):
     """The second turn's weights are newer than the routes of its context, the first turn's; its
     first row, of which merged turns have no route, is not masked there."""
-    known, turns = 6, list[Sample]()
+    known = 6
+    turns = list[Sample]()
     for turn, masked in zip(turns_of((4, 4), (5, 5)), (0, known), strict=True):
         rows = torch.arange(turn.tokens.numel())
         given = (rows >= max(masked, 1)) & (rows < len(rows) - 1)

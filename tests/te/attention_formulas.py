@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NO_BIAS, VANILLA, FUSED = 0, 0, 0  # of NVTE_Bias_Type, NVTE_Softmax_Type, NVTE_Fused_Attn_Backend
+# of NVTE_Bias_Type, NVTE_Softmax_Type, NVTE_Fused_Attn_Backend
+NO_BIAS = 0
+VANILLA = 0
+FUSED = 0
 THD = 2
 MASKS = {1: None, 3: False, 5: True}  # NVTE_Mask_Type -> aligned to the last row; None: no mask
 
@@ -140,7 +143,8 @@ def thd_out_correction(out, step, before, sums, step_sums, cu, only_second_half,
     """out = out e^(before - sums) + step e^(step_sums - sums), of all rows or of second halves."""
     assert packed
     rows = _half(cu, 1) if only_second_half else torch.arange(len(out))
-    kept, added = (before - sums)[:, rows].exp(), (step_sums - sums[:, rows]).exp()
+    kept = (before - sums)[:, rows].exp()
+    added = (step_sums - sums[:, rows]).exp()
     mixed = out[rows].float() * kept.T[..., None] + step.float() * added.T[..., None]
     out[rows] = mixed.to(out.dtype)
 

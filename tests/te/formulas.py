@@ -82,8 +82,10 @@ def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_ty
                  alpha=1.0, beta=None):  # fmt: skip
     """D = op(B) op(A), row by row: y = x W^T (TN), dx = dy W (NN), dW = dy^T x (NT)."""
     _plain(quantizer=quantizer, gelu=gelu or None, comm_overlap=comm_overlap)
-    a, b = A.flatten(0, -2), B.flatten(0, -2)
-    a, b = a.T if transA else a, b.T if transB else b
+    a = A.flatten(0, -2)
+    b = B.flatten(0, -2)
+    a = a.T if transA else a
+    b = b.T if transB else b
     wide = torch.promote_types(B.dtype, torch.float32)  # products are summed in 32 bits
     out = alpha * (b.to(wide) @ a.to(wide))
     bias_grad = None
@@ -148,7 +150,9 @@ def rmsnorm_fwd(x, weight, eps, out, quantizer, otype, sm_margin, zero_centered_
 
 def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
     wide = torch.promote_types(x.dtype, torch.float32)
-    dz, values, scale = dz.to(wide), x.to(wide), gamma.to(wide) + int(zero_centered_gamma)
+    dz = dz.to(wide)
+    values = x.to(wide)
+    scale = gamma.to(wide) + int(zero_centered_gamma)
     normal = values * rsigma[:, None]
     inner = dz * scale
     dx = rsigma[:, None] * (inner - normal * (inner * normal).mean(-1, keepdim=True))
@@ -290,7 +294,8 @@ def _attend_without_cuda() -> None:
     for name in ATTENTION:
         importlib.import_module(f"{package}.{name}").torch = _TorchOfWideHalves()
     attention: Any = importlib.import_module(f"{package}.dot_product_attention")
-    tensor, forward = torch.Tensor, attention.DotProductAttention.forward
+    tensor = torch.Tensor
+    forward = attention.DotProductAttention.forward
 
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]

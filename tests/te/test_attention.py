@@ -19,6 +19,8 @@ from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 SEQLENS = (5, 1, 33, 16, 2)
 # way -> TransformerEngine's function of it
 WAYS = {
@@ -59,7 +61,10 @@ def attentions(shape: Shape, way: str) -> Iterator[Any]:
     )
     for kind in (PackedAttention, TEAttention):
         yield kind(
-            *(config, 1, AttnMaskType.causal, "self"),
+            config,
+            1,
+            AttnMaskType.causal,
+            "self",
             softmax_scale=0.3,
             k_channels=shape.width,
             v_channels=shape.value_width,
@@ -74,8 +79,10 @@ def off(shape: Shape, way: str, place: Place) -> list[float]:
     total = sum(layout.padded_seqlens)
     mine = layout.global_order().argsort().chunk(place.cp_size)[place.cp_rank]
     widths = (
-        *((shape.heads, shape.width), (shape.kv_heads, shape.width)),
-        *((shape.kv_heads, shape.value_width), (shape.heads, shape.value_width)),
+        (shape.heads, shape.width),
+        (shape.kv_heads, shape.width),
+        (shape.kv_heads, shape.value_width),
+        (shape.heads, shape.value_width),
     )
     *inputs, gradient = (
         torch.randn(total, *each, generator=g, dtype=shape.dtype)[mine] for each in widths
@@ -103,7 +110,8 @@ def off(shape: Shape, way: str, place: Place) -> list[float]:
 
 def names_before(out: torch.Tensor) -> set[str]:
     """Names of the functions that `out` is made by."""
-    found, at = set(), [out.grad_fn]
+    found = set()
+    at = [out.grad_fn]
     while at:
         if (function := at.pop()) is not None:
             found.add(function.name())
@@ -114,7 +122,8 @@ def names_before(out: torch.Tensor) -> set[str]:
 def on_rank(group) -> dict:
     """Shape and way -> deviations on this rank, of the output and of every input's gradient."""
     cpu.install()
-    size, rank = group.size(), group.rank()
+    size = group.size()
+    rank = group.rank()
     place = Place(size, rank, group if size > 1 else None)
     ways = [*WAYS][: None if size > 1 else 1]
     return {(name, way): off(shape, way, place) for name, shape in SHAPES.items() for way in ways}

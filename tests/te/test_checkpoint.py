@@ -18,7 +18,10 @@ from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
-TE, LOCAL = "model.backend=te", "model.backend=local"
+pytestmark = pytest.mark.multiprocess
+
+TE = "model.backend=te"
+LOCAL = "model.backend=local"
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 CONFIGS = {"tiny": CONFIG, "tiny_qwen3": QWEN3}  # latent attention, and grouped queries
 TP2 = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
@@ -38,7 +41,8 @@ TWO = {
 
 def step(policy):
     """One update on the same rows in every layout."""
-    plan, batch = policy.plan, random_batch()
+    plan = policy.plan
+    batch = random_batch()
     sizes = policy.topo.dp_size, 128, plan.row_alignment, policy.topo.cp_size
     schedule = plan_microbatches(batch.seqlens, *sizes)
     batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule, False).logprobs)

@@ -14,6 +14,8 @@ from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 BF16 = (
     "model.backend=te",
     "model.dtype=bfloat16",
@@ -28,7 +30,8 @@ def one_step(*overrides, config=CONFIG):
     plan = tiny_plan(*overrides, config=config)
     batch = random_batch(20)
     with topology.start(plan) as topo:
-        policy, schedule = Policy.build(plan, topo), Scheduler(plan).schedule(batch.seqlens)
+        policy = Policy.build(plan, topo)
+        schedule = Scheduler(plan).schedule(batch.seqlens)
         assert len(schedule) > 2  # several microbatches in flight
         probe = Probe(policy)
         probe.expect(batch, schedule, training=False)
@@ -102,9 +105,11 @@ def test_fp8_is_near_bfloat16(config, capsys):
 def test_weights_under_fp8_are_those_of_bfloat16():
     """Publishing, digests and offloading see 16 bits, and products use what was loaded last:
     TransformerEngine keeps the 8-bit copies that it made."""
-    batch, plan = random_batch(9), tiny_plan(*FP8)
+    batch = random_batch(9)
+    plan = tiny_plan(*FP8)
     with topology.start(plan) as topo:
-        policy, schedule = Policy.build(plan, topo), Scheduler(plan).schedule(batch.seqlens)
+        policy = Policy.build(plan, topo)
+        schedule = Scheduler(plan).schedule(batch.seqlens)
         first = passes.scores(policy, batch, schedule).logprobs
         passes.update(policy, batch.with_(old_logprobs=first), schedule, build_loss(plan.objective))
         updated = {name: tensor.clone() for name, tensor in policy.weights()}

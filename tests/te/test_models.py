@@ -24,6 +24,8 @@ from tests.helpers.models import (
 )
 from tests.helpers.tiny import random_batch
 
+pytestmark = pytest.mark.multiprocess
+
 TE = ("model.backend=te", "replay=off")
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
 # layers with states are refused there
@@ -34,7 +36,8 @@ HERE = {name: hf for name, hf in TRAINED.items() if name not in STATES}
 @pytest.mark.parametrize("hf", HERE.values(), ids=list(HERE))
 def test_te_spec_equals_the_model_of_transformers(tmp_path, hf):
     """Log-probs, tensors that come back, every live tensor claimed once, parameters counted."""
-    theirs, batch = write_model(tmp_path, hf), random_batch(9)
+    theirs = write_model(tmp_path, hf)
+    batch = random_batch(9)
     policy, _ = policy_like_transformers(tmp_path, plan_of(tmp_path, *TE), theirs, batch, atol=3e-5)
     kinds = {type(module).__name__ for module in policy.llm.models[0].modules()}
     assert "TERowParallelLinear" in kinds and not kinds & {"RowParallelLinear", "GroupedExperts"}
@@ -103,7 +106,8 @@ def test_te_spec_as_megatron_has_it_norms_wide_queries(tmp_path, monkeypatch):
 
 
 def assert_differs(folder, hf) -> None:
-    theirs, batch = write_model(folder, hf), random_batch(9)
+    theirs = write_model(folder, hf)
+    batch = random_batch(9)
     with pytest.raises((AssertionError, RuntimeError)):
         policy_like_transformers(folder, plan_of(folder, *TE), theirs, batch, atol=3e-5)
 

@@ -24,6 +24,8 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 from tests.helpers.tiny import CONFIG, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0, 580.65.06"
 SMI = """#!/bin/sh
@@ -115,7 +117,8 @@ def test_facts_of_a_host_without_commands(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert set(facts["commands"].values()) == {None} and facts["gpus"] == []
     found = missing(facts)
     assert found["building the CUDA kernels"] == (
-        *("c++ is not installed", "nvcc is not installed"),
+        "c++ is not installed",
+        "nvcc is not installed",
     )
     assert "no NVIDIA driver (nvidia-smi)" in found["training on GPUs"]
 
@@ -183,7 +186,7 @@ class Other(BaseHTTPRequestHandler):
 def test_checks_want_room_for_the_checkpoints_that_are_kept(here: Facts, tmp_path: Path):
     often = ("checkpoint.every=1", "checkpoint.keep=999", f"run={tmp_path}/run")
     plan = compile_plan(ROOT / "configs/glm47.yaml", often)
-    # bfloat16, with three float32 numbers beside it
+    # bfloat16, with three float32 numbers next to it
     assert checkpoint_bytes(plan) == 14 * count_of(plan.sizes).total
     found = problems(plan, here)["disk"]
     assert "expected about 76.25 TiB: 200 checkpoints of 390.4 GiB. Lower" in found
@@ -211,7 +214,8 @@ def test_checks_name_who_holds_a_port(here: Facts, monkeypatch: pytest.MonkeyPat
     with HTTPServer(("127.0.0.1", 0), Other) as other, socket.socket() as silent:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         silent.bind(("127.0.0.1", 0))  # and does not listen
-        taken, mute = other.server_port, silent.getsockname()[1]
+        taken = other.server_port
+        mute = silent.getsockname()[1]
         servers = [f"http://127.0.0.1:{port}" for port in (taken, mute)]
         plan = tiny_plan("parallel.dp=2", f"rollout.servers=[{', '.join(servers)}]")
         me = f"pid {os.getpid()} ({psutil.Process().name()})"
@@ -236,7 +240,8 @@ def test_checks_of_ports_that_are_free(here: Facts, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("MASTER_PORT", str(port))
         plan = tiny_plan("parallel.dp=2", f"rollout.servers=[http://127.0.0.1:{port}]")
         found = {check.name: check for check in check_plan(plan, here, features(here))}
-    rendezvous, engine = found["rendezvous port"], found[f"engine http://127.0.0.1:{port}"]
+    rendezvous = found["rendezvous port"]
+    engine = found[f"engine http://127.0.0.1:{port}"]
     assert (rendezvous.result, rendezvous.problem) == (f"{port} is free", None)
     assert "refused, expected an engine. Start it with: pyrl serve" in (engine.problem or "")
 

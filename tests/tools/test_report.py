@@ -37,18 +37,22 @@ from tests.helpers.run_pages import data_of, opened, page_of, write_history
 from tests.helpers.samples import make_samples
 from tests.helpers.tiny import QUICK, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 # Numbers -----------------------------------------------------------------------------------------
 
 
 def test_thinned_keeps_short_curves_as_they_are():
-    steps, values = np.arange(0, 3 * POINTS, 3), np.random.default_rng(0).normal(size=POINTS)
+    steps = np.arange(0, 3 * POINTS, 3)
+    values = np.random.default_rng(0).normal(size=POINTS)
     curve = thinned(steps, values)
     assert curve["steps"] == steps.tolist() and not {"low", "high", "bad"} & curve.keys()
     assert curve["y"] == pytest.approx(values.tolist(), rel=1e-4)
 
 
 def test_thinned_has_means_and_extremes_of_equal_stretches():
-    steps, values = np.arange(1003), np.random.default_rng(1).normal(size=1003)
+    steps = np.arange(1003)
+    values = np.random.default_rng(1).normal(size=1003)
     values[500] = math.nan
     curve = thinned(steps, values, points=10)
     ends = [*curve["steps"][1:], 1003]
@@ -237,7 +241,7 @@ def test_state_says_what_the_same_command_does(
 
 needs_browser = pytest.mark.skipif(
     browser.find() is None,
-    reason=f"none of {', '.join(browser.BROWSERS)} is installed: make browser installs one",
+    reason=f"none of {', '.join(browser.BROWSERS)} is installed: make .venv/.browser installs one",
 )
 
 
@@ -313,7 +317,8 @@ def test_phases_and_events_are_those_of_the_metrics(tmp_path: Path):
 
 
 def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
-    path, plan = write_history(tmp_path / "a", 3), tiny_plan(*QUICK, "rollout.record=kept")
+    path = write_history(tmp_path / "a", 3)
+    plan = tiny_plan(*QUICK, "rollout.record=kept")
     words = {f"<script>{n}&amp;</script>\u202e\u0634": n for n in range(99)}
     Tokenizer(WordLevel(words)).save(str(tmp_path / "tokenizer.json"))
     config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
@@ -340,7 +345,8 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
     assert page.count("<script>") == 1 and "\u202e" not in page
     first = samples[5].tokens[0]
     assert f"<script>{first}&amp;</script>⟨U+202E⟩\u0634" in checked(page).words
-    best, places = samples[5], torch.arange(1, samples[5].tokens.numel(), dtype=torch.int32)
+    best = samples[5]
+    places = torch.arange(1, samples[5].tokens.numel(), dtype=torch.int32)
     scores = {
         "ids": torch.tensor([[best.prompt_id, best.index, best.turn]]),
         "samples": torch.zeros_like(places),

@@ -16,6 +16,8 @@ from pyrl_ext.metrics.sinks import read_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 VL = CONFIG.with_name("tiny_vl.yaml")
 SHORT = ("batching.prompts=4", "batching.samples_per_prompt=4", "batching.minibatches=2")
 SHORT += ("evaluate.every=2", "evaluate.prompts=8", "checkpoint.every=1", "log.progress=false")

@@ -15,6 +15,8 @@ from pyrl_ext.parallel.atomic_write import FolderError
 from pyrl_ext.train.failure import report_failure, report_stop
 from tests.helpers.tiny import CONFIG, QUICK
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 ROOT = Path(__file__).parents[2]
 LEAVES = """
 import ctypes, os, sys
@@ -77,8 +79,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     data = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
     done = subprocess.run(
         [
-            *(sys.executable, "-c", FORKS, str(folder), str(CONFIG), *QUICK, *data),
-            *("evaluate.every=0", "steps=1"),
+            sys.executable,
+            "-c",
+            FORKS,
+            str(folder),
+            str(CONFIG),
+            *QUICK,
+            *data,
+            "evaluate.every=0",
+            "steps=1",
         ],
         cwd=ROOT,
         input=json.dumps([*ENDS]),

@@ -12,6 +12,8 @@ from tests.helpers.rows import numbers
 from tests.helpers.small_disk import fill, small_disk
 from tests.helpers.tiny import CONFIG, QUICK
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 
 def run(folder: Path, *overrides: str) -> int:
     """Exit code of the training command in this process; it saves every step."""

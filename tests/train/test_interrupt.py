@@ -9,6 +9,8 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.train.interrupt import Interrupt
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_handled_stops_after_the_step_then_at_once(number, monkeypatch, capsys):

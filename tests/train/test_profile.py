@@ -1,11 +1,14 @@
 """The most memory that a rank held."""
 
 import psutil
+import pytest
 import torch
 
 from pyrl_ext.parallel import topology
 from pyrl_ext.train.profile import peak_memory
 from tests.helpers.tiny import tiny_plan
+
+pytestmark = pytest.mark.multiprocess
 
 
 def test_peak_memory_is_at_least_what_is_held_now():

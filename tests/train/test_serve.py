@@ -21,8 +21,11 @@ from tests.helpers.guarded import key_folder
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.tiny import CONFIG, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
+
 LAUNCH = (
-    *("rollout.launch.hosts=[localhost, elsewhere]", "rollout.launch.gpus=2"),
+    "rollout.launch.hosts=[localhost, elsewhere]",
+    "rollout.launch.gpus=2",
     "rollout.launch.port=8100",
 )
 SERVE = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG)]
@@ -85,7 +88,7 @@ def test_commands_are_those_of_the_host(tmp_path: Path):
         commands_of(plan, (), "mars")
 
 
-def test_serve_needs_engines_apart(capsys: pytest.CaptureFixture[str]):
+def test_serve_needs_remote_engines(capsys: pytest.CaptureFixture[str]):
     assert serve.main([str(CONFIG), "--host", "localhost"]) == 2
     assert "Set rollout.servers=[http://localhost:8000]" in capsys.readouterr().err
 
@@ -118,7 +121,7 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")
     assert int(given["--max-model-len"]) > 256  # a canary of two blocks
     for asked, expected in (("rollout.max_num_seqs=null", 1024), ("rollout.max_num_seqs=7", 7)):
-        one = tiny_plan(*("rollout.servers=[http://127.0.0.1:8100]", "rollout.engine=vllm", asked))
+        one = tiny_plan("rollout.servers=[http://127.0.0.1:8100]", "rollout.engine=vllm", asked)
         (command,) = commands_of(one, (), None)
         given = dict(zip(command.arguments, command.arguments[1:]))
         assert int(given["--max-num-seqs"]) == one.max_num_seqs == expected

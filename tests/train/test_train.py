@@ -31,6 +31,8 @@ from tests.helpers.rows import numbers
 from tests.helpers.run_pages import opened, page_of
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 ROOT = Path(__file__).parents[2]
 
 

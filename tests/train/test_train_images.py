@@ -15,6 +15,8 @@ from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 STAGES = "parallel.pipeline_model_parallel_layout=Ett|t|t|L"
 RUNS = {  # ranks -> (encoder -> language model, what its run changes), one after the other
     2: [("1 -> 1", ()), ("two hosts", ()), ("resumed", ("steps=1",)), ("resumed", ())],
@@ -29,7 +31,8 @@ RUNS = {  # ranks -> (encoder -> language model, what its run changes), one afte
 def runs(group: Any, config: Path, layouts: list[tuple[str, tuple[str, ...]]]) -> list[int]:
     """Exit code of each run."""
     os.environ["WORLD_SIZE"] = str(group.size())
-    codes, host_key = list[int](), topology.host_key
+    codes = list[int]()
+    host_key = topology.host_key
     for name, more in layouts:
         topology.host_key = group.rank if name == "two hosts" else host_key
         codes.append(train.main([str(config), f"run={config.parent / name}", *more]))

@@ -17,17 +17,30 @@ from tests.helpers.tiny import QUICK
 from tests.helpers.traffic import counted
 from tests.parity import compiled
 
+pytestmark = pytest.mark.multiprocess
+
 # torch's ProcessGroupNCCL knows these (NCCLUtils.cpp, ncclDataType); no integers of 16 bits
 NCCL_TYPES = {
-    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
 }
 WORLD = "default_pg"  # torch's description of the group of all ranks
 RUNS = {
     "experts of two bytes, dynamic cp": (
         "glm 384",
-        *("parallel.dp=2", "parallel.ep=2", "parallel.dynamic_cp=2", "optimizer.distributed=true"),
-        *("model.dtype=bfloat16", "objective.kl_coef=0.1"),
+        "parallel.dp=2",
+        "parallel.ep=2",
+        "parallel.dynamic_cp=2",
+        "optimizer.distributed=true",
+        "model.dtype=bfloat16",
+        "objective.kl_coef=0.1",
     ),
     "tp, kept sets, MTP": ("glm mtp kept", "parallel.tp=2", "objective.preset=gspo"),
     "vpp, MTP": ("glm mtp 2", "parallel.pp=2", "parallel.vpp=2", "model.recompute=full"),
@@ -38,7 +51,10 @@ RUNS = {
 RUNS_OF_FOUR = {
     "dp, pp, ep": (
         "glm",
-        *("parallel.dp=2", "parallel.pp=2", "parallel.ep=2", "optimizer.distributed=true"),
+        "parallel.dp=2",
+        "parallel.pp=2",
+        "parallel.ep=2",
+        "optimizer.distributed=true",
     ),
     "tp, pp": ("glm", "parallel.tp=2", "parallel.pp=2"),
     "dp, cp, ep": ("glm", "parallel.dp=2", "parallel.cp=2", "parallel.ep=2"),
@@ -47,11 +63,21 @@ RUNS_OF_FOUR = {
 # What communicates in the group of all ranks of the run, with tensors on the host alone: gloo
 # carries them, and NCCL never makes a communicator for the group.
 HOST_NUMBERS = {
-    *("_meet", "Delivery.read_on_host", "Moved.metrics", "Policy._sums", "Replay.agreement"),
-    *("gather_objects", "gather_bytes", "write_digests", "_problems"),
+    "_meet",
+    "Delivery.read_on_host",
+    "Moved.metrics",
+    "Policy._sums",
+    "Replay.agreement",
+    "gather_objects",
+    "gather_bytes",
+    "write_digests",
+    "_problems",
     # of megatron-core: objects
-    *("_get_param_groups", "_validate_common_state_dict", "determine_global_metadata"),
-    *("save_state_dict_async_plan", "save_state_dict_async_finalize"),
+    "_get_param_groups",
+    "_validate_common_state_dict",
+    "determine_global_metadata",
+    "save_state_dict_async_plan",
+    "save_state_dict_async_finalize",
 }
 
 
@@ -73,7 +99,8 @@ def on_rank(group: Any, folder: Path, runs: dict[str, tuple[str, ...]]) -> dict[
     os.environ["WORLD_SIZE"] = str(group.size())
     found: dict[str, Found] = {}
     for name, (model, *overrides) in runs.items():
-        plan, clock = compiled(model, folder, (*QUICK, *overrides)), Clock()
+        plan = compiled(model, folder, (*QUICK, *overrides))
+        clock = Clock()
         # not those that make the communicators, in which every group is used
         with counted() as traffic, topology.start(plan, connect=False) as topo:
             step = RolloutStep.build(plan, topo)

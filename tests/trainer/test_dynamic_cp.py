@@ -30,6 +30,8 @@ from tests.helpers.samples import make_sample
 from tests.helpers.tiny import LAYERS, random_routes, tiny_plan
 from tests.parity import BOUNDS
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 # One answer --------------------------------------------------------------------------------------
 
 LIMIT = 24
@@ -117,7 +119,8 @@ def answers(layout: tuple[str, ...], drawn: list[Lengths]) -> Iterator[Answer]:
     plan = tiny_plan(*overrides, "data.max_prompt_tokens=4", "rollout.max_new_tokens=4")
     loss = build_loss(plan.objective)
     with topology.start(plan) as topo:
-        policy, scheduler = Policy.build(plan, topo), Scheduler(plan)
+        policy = Policy.build(plan, topo)
+        scheduler = Scheduler(plan)
         for example in drawn:
             batch = batch_of(example)
             schedule = scheduler.schedule(batch.seqlens)
@@ -129,7 +132,8 @@ def answers(layout: tuple[str, ...], drawn: list[Lengths]) -> Iterator[Answer]:
 
 def compare(group: Any, drawn: list[Lengths], file: Path) -> list[set[int]]:
     """Compares every layout with one process; returns the group sizes of each."""
-    used, wanted = [], torch.load(file, weights_only=False)
+    used = []
+    wanted = torch.load(file, weights_only=False)
     for layout in LAYOUTS[group.size()]:
         used.append(set[int]())
         for example, got, want in zip(drawn, answers(layout, drawn), wanted, strict=True):
@@ -218,7 +222,9 @@ def bad_samples(group: Any) -> list[str]:
     """The messages of every rank; the ranks go on after each, and train."""
     small = (f"batching.tokens_per_microbatch={LIMIT}", "replay=off", *LAYOUTS[2][0])
     short = ("data.max_prompt_tokens=4", "rollout.max_new_tokens=4", "batching.prompts=2")
-    plan, clock, rank = tiny_plan(*small, *short), Clock(), group.rank()
+    plan = tiny_plan(*small, *short)
+    clock = Clock()
+    rank = group.rank()
     messages = []
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)

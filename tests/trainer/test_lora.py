@@ -24,6 +24,8 @@ from tests.helpers.checkpoints import content
 from tests.helpers.ranks import run_ranks
 from tests.parity import MODELS, batches, compiled
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 PLAIN = ("lora=null",)
 
 
@@ -54,7 +56,8 @@ def scored(policy: Policy) -> torch.Tensor:
 )
 def test_Adapters_leave_the_base_as_it_is(tmp_path, model, dtype):
     """To the bit: with B zero as without adapters, and after steps with adapters off."""
-    plan, dtyped = compiled(model, tmp_path), f"model.dtype={dtype}"
+    plan = compiled(model, tmp_path)
+    dtyped = f"model.dtype={dtype}"
     with topology.start(plan) as topo:
         plain = compiled(model, tmp_path, (*PLAIN, dtyped))
         want = scored(Policy.build(plain, topo, trainable=False))
@@ -78,14 +81,18 @@ def test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into(tmp_path
     plan = compiled(model, tmp_path)
     plain = compiled(model, tmp_path, PLAIN)
     batch = batches(plan, MODELS[model].mtp_routes)[0]
-    schedule, loss = Scheduler(plan).schedule(batch.seqlens), build_loss(plan.objective)
+    schedule = Scheduler(plan).schedule(batch.seqlens)
+    loss = build_loss(plan.objective)
     with topology.start(plan) as topo:
-        policy, whole = Policy.build(plan, topo), Policy.build(plain, topo)
+        policy = Policy.build(plan, topo)
+        whole = Policy.build(plain, topo)
         lora.draw_b(policy.llm)
-        weights, factors = lora.merged(policy.llm), lora.factors(policy.llm)
+        weights = lora.merged(policy.llm)
+        factors = lora.factors(policy.llm)
         load(whole.llm.table, whole.llm.named_parameters(), weights.__getitem__, topo)
         metrics = [passes.accumulate(p, batch, schedule, loss) for p in (policy, whole)]
-        got, of_weights = lora.gradients(policy.llm), dict(whole.gradients())
+        got = lora.gradients(policy.llm)
+        of_weights = dict(whole.gradients())
         norm = policy.step_optimizer()["grad_norm"]
     for name, value in metrics[1].items():
         assert metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -222,7 +229,8 @@ def test_load_goes_on_with_adapters_under_another_layout(model, line, outcomes, 
     want, found = outcomes
     for name, tensor in found[model, line].items():
         assert parity.apart(tensor, want[model][name]) < 1e-5, name
-    saved, again = content(folder / model / "step-2"), content(folder / model / line / "step-2")
+    saved = content(folder / model / "step-2")
+    again = content(folder / model / line / "step-2")
     tensors = {n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}
     assert len(tensors) > 100 and all(".lora_" in name for name in tensors)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())

@@ -13,13 +13,16 @@ from tests.helpers import passes
 from tests.helpers.lora import draw_b, factors, gradients
 from tests.helpers.tiny import QUICK, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 LORA = ("lora.alpha=16", "lora.publish=merge", "lora.rank=8")
 KL = ("objective.kl_coef=0.1", "objective.kl=k2")
 
 
 def test_the_reference_of_a_step_is_the_base_to_the_bit():
     """After an update, when the policy is no longer its base; nothing else is held."""
-    plan, clock = tiny_plan(*QUICK, *KL, *LORA), Clock()
+    plan = tiny_plan(*QUICK, *KL, *LORA)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
         assert step.reference is None
@@ -38,7 +41,8 @@ def test_the_reference_of_a_step_is_the_base_to_the_bit():
 
 def train(policy, steps, seed):
     """Updates of ``policy``; (log-probs after them, factors)."""
-    plan, batch = policy.plan, random_batch(9, seed)
+    plan = policy.plan
+    batch = random_batch(9, seed)
     schedule = plan_microbatches(batch.seqlens, 1, 128, plan.row_alignment)
     for _ in range(steps):
         old = passes.scores(policy, batch, schedule).logprobs

@@ -23,9 +23,16 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import fork_ranks
 from tests.helpers.vision import image_batch, kimi_plan
 
-WORLD, ENCODER = 3, 2  # the language model's two stages come first
-OWN, SHARED = "own", "shared"  # with SHARED two ranks, each of both modules
-KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+# the language model's two stages come first
+WORLD = 3
+ENCODER = 2
+# with SHARED two ranks, each of both modules
+OWN = "own"
+SHARED = "shared"
+KILLED = signal.SIGKILL
+STOPPED = signal.SIGSTOP
 
 
 def on_rank(
@@ -44,14 +51,17 @@ def on_rank(
     keys = {"vision": Module(train=True, ranks=ranks, patches_per_microbatch=1 << 20)}
     plan = plan.model_copy(update={"modules": keys})
     with topology.start(plan) as topo:
-        policy, batch = Policy.build(plan, topo), image_batch()
-        schedule, loss = Scheduler(plan).schedule(batch.seqlens), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        batch = image_batch()
+        schedule = Scheduler(plan).schedule(batch.seqlens)
+        loss = build_loss(plan.objective)
         assert len(schedule) > 1
         shard = towers.image_shard(plan, topo, batch, schedule)
         policy.accumulate(shard, loss)
         dist.barrier()
         with heartbeat.heartbeats(topo) as beats:
-            clock, beats.step = Clock(on_phase=beats.enter), 5
+            clock = Clock(on_phase=beats.enter)
+            beats.step = 5
             with clock("time/update"):
                 dist.barrier()
                 if rank == lost:
@@ -62,7 +72,8 @@ def on_rank(
 
 
 def ends_in_its_second_forward(model: Any, folder: Path, by: int) -> None:
-    forward, calls = model.forward, []
+    forward = model.forward
+    calls = []
 
     def lost(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
@@ -91,7 +102,8 @@ def test_a_rank_of_either_module_or_of_both_that_is_killed_ends_all(tmp_path, ra
         for rank in {*range(world)} - {lost}:
             text = (tmp_path / f"{rank}.txt").read_text()
             assert f"rank {lost} (" in text, text
-            at, here = place(lost, ranks), place(rank, ranks)
+            at = place(lost, ranks)
+            here = place(rank, ranks)
             assert f"pid {processes[lost].pid}), last heard in {at}\n" in text, text
             assert f"\n  rank {rank} ended in {here}" in text, text
 

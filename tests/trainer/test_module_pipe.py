@@ -30,7 +30,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
 from tests.helpers.vision import kimi_plan
 
-H, PIXELS, WORLD = 6, 5, 4
+pytestmark = pytest.mark.multiprocess
+
+H = 6
+PIXELS = 5
+WORLD = 4
 SEQLENS = [9, 4, 12, 7, 3, 8, 5, 10]
 # (sample, first row, rows); samples 1, 4 and 6 have no image
 TABLE = np.asarray([(0, 1, 3), (0, 5, 2), (2, 0, 7), (3, 2, 4), (5, 1, 5), (7, 0, 1), (7, 2, 6)])
@@ -133,7 +137,8 @@ def loss_of(case: Case, reader: int, rows: Tensor, values: Tensor) -> Tensor:
 
 def whole(case: Case) -> dict[str, Tensor]:
     """The gradient of every module's weights, in one process."""
-    held, ids = weights(case), np.arange(len(TABLE))
+    held = weights(case)
+    ids = np.arange(len(TABLE))
     rows = torch.cat([torch.arange(n) + LENGTHS.starts[s] + r for s, r, n in TABLE.tolist()])
     total = torch.zeros((), dtype=torch.float64)
     for e in range(len(case.encoders)):
@@ -150,7 +155,8 @@ class Rank:
     """This process' part of a case."""
 
     def __init__(self, case: Case):
-        self.case, places = case, [(n, seat) for n, seats in case.grids.items() for seat in seats]
+        self.case = case
+        places = [(n, seat) for n, seats in case.grids.items() for seat in seats]
         self.name, self.seat = dict(enumerate(places)).get(dist.get_rank(), ("", None))
         self.edges = {key: self._edge(*key, places) for key in case.joined}
         pairs = [[r for r, (n, s) in enumerate(places) if (n, s[0]) == x] for x in _tp(places)]
@@ -204,7 +210,9 @@ class Rank:
         return {n: w.grad for n, w in held.items() if w.grad is not None}, sent, by_way
 
     def _forward(self, m: int, held: dict[str, Tensor]) -> Tensor | None:
-        case, name, seat = self.case, self.name, self.seat
+        case = self.case
+        name = self.name
+        seat = self.seat
         taken = [
             rows
             for key, edge in self.edges.items()
@@ -251,7 +259,8 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_give_and_take_make_the_gradients_of_one_process(results, name):
-    case, want = CASES[name], whole(CASES[name])
+    case = CASES[name]
+    want = whole(CASES[name])
     found: dict[str, Tensor] = {}
     places = [(module, seat) for module, seats in case.grids.items() for seat in seats]
     for rank, (module, seat) in enumerate(places):
@@ -305,7 +314,8 @@ class Handle:
 
 
 def test_sent_rows_are_released_once_they_have_arrived(world, monkeypatch):
-    handles, rows = list[Handle](), list[Any]()
+    handles = list[Handle]()
+    rows = list[Any]()
 
     def launch(ops: list[Any]) -> list[Handle]:
         handles.append(Handle())
@@ -335,7 +345,8 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, world
         train=train, patches_per_microbatch=64, parallel=ModuleParallel(dp=2, pp=2, tp=2)
     )
     plan = plan.model_copy(update={"modules": {"vision": keys}, "model": model})
-    asked, made = list[tuple[str, Any]](), list[Any]()
+    asked = list[tuple[str, Any]]()
+    made = list[Any]()
 
     def make_group(role: str, ranks: Any) -> Any:
         asked.append((role, [*ranks]))

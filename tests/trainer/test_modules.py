@@ -26,10 +26,17 @@ from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
-LR, VISION_LR, CLIP = 1e-2, 3e-3, 0.5
+pytestmark = pytest.mark.multiprocess
+
+LR = 1e-2
+VISION_LR = 3e-3
+CLIP = 0.5
 OPTIONS = (
-    *(f"optimizer.lr={LR}", "optimizer.eps=1e-3", f"optimizer.clip_grad={CLIP}"),
-    *("optimizer.weight_decay=0", "optimizer.warmup_steps=0"),
+    f"optimizer.lr={LR}",
+    "optimizer.eps=1e-3",
+    f"optimizer.clip_grad={CLIP}",
+    "optimizer.weight_decay=0",
+    "optimizer.warmup_steps=0",
 )
 
 
@@ -144,7 +151,8 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         ]
         policy.load(folder / "step-2")
         policy.save(folder / "step-3")
-        norms, held = train(policy, 1), weights(policy)
+        norms = train(policy, 1)
+        held = weights(policy)
     with topology.start(CONTINUED.plan) as topo:
         other = build(CONTINUED, topo)
         other.load(folder / "step-3")
@@ -201,7 +209,8 @@ def check(
     assert names == want.keys()
     for weights in found:
         for name, tensor in weights.items():
-            moved, wanted = tensor - first[name], want[name] - first[name]
+            moved = tensor - first[name]
+            wanted = want[name] - first[name]
             assert float((moved - wanted).norm()) <= 1e-3 * float(wanted.norm()), name
 
 

@@ -34,6 +34,8 @@ from tests.parity import (
     pairwise_cover,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 # microbatches a data-parallel rank, by world size; of 21 samples on 4 ranks 5 leaves one without
 SPLITS = {1: (1, 2, 5), 2: (2, 5), 4: (1, 5)}
 SPLIT_MODEL = "glm mtp 2"
@@ -110,7 +112,8 @@ def gradients_by_split(folder, overrides):
     terms = ("objective.kl_coef=0.1",)
     plan = compiled(SPLIT_MODEL, folder, (*terms, *overrides))
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
         reference = Policy.build(plan, topo, trainable=False)
         batch = parity.batches(plan, mtp_routes=True)[0]
         g = torch.Generator().manual_seed(1)
@@ -151,14 +154,15 @@ def test_accumulate_has_one_loss_scale_for_every_split(ranks, layout):
 
 
 def after_an_exception(folder, overrides):
-    """Whether replay is clear after a schedule that broke off, and how far apart the gradients of
+    """True if replay is clear after a schedule that broke off, and how far apart the gradients of
     the next one are from those of a policy that never saw one."""
     plan = compiled("glm", folder, ("model.recompute=full", *overrides))
     with topology.start(plan) as topo:
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = deal(len(batch.seqlens), topo.dp_size, 4, topo.cp_size)
         policy, other = (Policy.build(plan, topo) for _ in range(2))
-        loss, seen = build_loss(plan.objective), []
+        loss = build_loss(plan.objective)
+        seen = []
 
         def breaks(*args):
             seen.append(1)
@@ -232,7 +236,8 @@ def unmended_roll(group, folder):
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     plan = compiled(SPLIT_MODEL, folder, ("parallel.cp=2",))
-    batch, ids = parity.batches(plan, mtp_routes=True)[0], [6, 11, 3]
+    batch = parity.batches(plan, mtp_routes=True)[0]
+    ids = [6, 11, 3]
     with topology.start(plan) as topo:
         micro = microbatch(batch, ids, topo.place(), depths=1)
         ends = [0, *accumulate(batch.seqlens[i] for i in ids)]

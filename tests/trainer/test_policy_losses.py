@@ -12,6 +12,8 @@ from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 from tests.parity import batches, compiled
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     """The last depth's final norm sees its own loss alone: ``mtp_coef / depths`` of its mean."""
@@ -21,13 +23,15 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     tokens = [int(loss_tokens(batch, depth).sum()) for depth in (1, 2)]
     with topology.start(plan) as topo:
-        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        loss = build_loss(plan.objective)
         (norm,) = (
             p for n, p in policy.llm.chunks[0].named_parameters() if "1.final_layernorm" in n
         )
         passes.accumulate(policy, batch, schedule, loss)
         grad = dict(policy.gradients())["model.layers.5.shared_head.norm.weight"].clone()
-        sums, step = [], 0.05 * grad / grad.norm()
+        sums = []
+        step = 0.05 * grad / grad.norm()
         for moved in (step, -step):
             policy.llm.load_initial_weights()  # the pass before moved the routers' bias
             with torch.no_grad():
@@ -39,7 +43,8 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
 
 def tiny_update(loss):
     """An update of the tiny model with ``loss``; (error, whether weights moved, finished ones)."""
-    plan, batch = tiny_plan(), random_batch(6)
+    plan = tiny_plan()
+    batch = random_batch(6)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)

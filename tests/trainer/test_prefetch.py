@@ -16,11 +16,14 @@ from tests.helpers.late_upload import LateUpload
 from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
+pytestmark = pytest.mark.multiprocess
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def test_microbatches_come_once_and_one_ahead_at_most():
-    plan, batch = tiny_plan(), random_batch(12)
+    plan = tiny_plan()
+    batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -93,7 +96,8 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
 
 def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytest.MonkeyPatch):
     """The same bits whether copies are there at once or as late as a GPU may have them."""
-    plan, batch = tiny_plan("objective.reduction=sequence"), random_batch(12)
+    plan = tiny_plan("objective.reduction=sequence")
+    batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -112,7 +116,8 @@ def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytes
 
 @needs_gpu
 def test_microbatches_never_wait_for_the_device():
-    plan, batch = tiny_plan("device=cuda"), random_batch(12)
+    plan = tiny_plan("device=cuda")
+    batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)

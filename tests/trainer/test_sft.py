@@ -18,11 +18,15 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 SMALL = ("batching.samples=6", "data.held_out=3")  # two minibatches
 DYNAMIC = ("parallel.dp=2", "parallel.dynamic_cp=2")
 LAYOUTS = [
-    *(("parallel.dp=2",), ("parallel.cp=2",), ("parallel.pp=2",)),
+    ("parallel.dp=2",),
+    ("parallel.cp=2",),
+    ("parallel.pp=2",),
     (*DYNAMIC, "batching.tokens_per_microbatch=96"),  # the longest records on both ranks
     (*DYNAMIC, "batching.tokens_per_microbatch=4096"),
 ]
@@ -30,7 +34,8 @@ LAYOUTS = [
 
 def of_a_step(*overrides: str) -> dict[str, Any]:
     """Loss and gradient of the first minibatch, and the loss held out."""
-    plan, clock = tiny_plan(*SMALL, *overrides, config=CONFIG), Clock()
+    plan = tiny_plan(*SMALL, *overrides, config=CONFIG)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
         held_out = step.evaluate(clock)["eval_loss"]
@@ -97,7 +102,8 @@ def test_SftStep_does_not_depend_on_the_layout(alone):
 
 def test_SftStep_has_the_mean_over_tokens_of_the_minibatch_as_loss(alone):
     """Not a mean of means: records of many tokens count for more."""
-    plan, clock = tiny_plan(*SMALL, "batching.minibatches=1", config=CONFIG), Clock()
+    plan = tiny_plan(*SMALL, "batching.minibatches=1", config=CONFIG)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
         rollout = step.take(3, clock)

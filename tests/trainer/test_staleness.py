@@ -11,14 +11,19 @@ from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.staleness import ages_of, by_age
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_by_age_tells_carried_groups_from_others():
     """With ``ahead: 1`` a group that is carried is two versions old."""
-    step, plan, batch = 5, tiny_plan(), random_batch(9)
+    step = 5
+    plan = tiny_plan()
+    batch = random_batch(9)
     plan = plan.model_copy(update={"rollout": plan.rollout.model_copy(update={"ahead": 1})})
     ages = torch.arange(len(batch.tokens)) % 3
     batch = batch.with_(versions=(step - ages).int())
-    index, schedule = index_of(batch), plan_microbatches(batch.seqlens, 1, 64)
+    index = index_of(batch)
+    schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:
         shard, _ = shard_batch(batch, index, [schedule], plan, topo)
         shard = shard.with_columns(ages=ages_of(shard, step, plan))

@@ -29,6 +29,8 @@ from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 LIMIT = 191
 LAYOUT = ("parallel.dp=2", "parallel.dynamic_cp=2", f"batching.tokens_per_microbatch={LIMIT}")
@@ -54,7 +56,8 @@ def first_sample(rollout: Rollout, rank: int) -> Rollout:
 
 def ratios(*overrides: str) -> list[torch.Tensor]:
     """The log-ratios of loss tokens in the first and in the second minibatch of a step."""
-    plan, clock = tiny_plan(*QUICK, "parallel.dp=2", *overrides), Clock()
+    plan = tiny_plan(*QUICK, "parallel.dp=2", *overrides)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
         step.publish(0, clock)
@@ -63,7 +66,8 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
         assert not rollout.samples  # they are rows now
         found = []
         for number in range(2):
-            part, seen = shard.minibatch(number), list[torch.Tensor]()
+            part = shard.minibatch(number)
+            seen = list[torch.Tensor]()
             assert len(part.schedule) > 1
 
             def loss(logprobs, entropy, fields, seen=seen):
@@ -106,7 +110,9 @@ class Skipped(NamedTuple):
 
 def skips() -> list[Skipped]:
     """Without loss tokens in no group, in the first minibatch, and in both."""
-    plan, clock, found = tiny_plan(*QUICK, "parallel.dp=2"), Clock(), list[Skipped]()
+    plan = tiny_plan(*QUICK, "parallel.dp=2")
+    clock = Clock()
+    found = list[Skipped]()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
         for groups in (0, 2, 4):
@@ -127,10 +133,12 @@ def on_rank(
 ) -> tuple[dict[str, str], float, list[list[torch.Tensor]], list[Skipped]]:
     """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
     with each kind of head; steps with minibatches without loss tokens."""
-    plan, clock = tiny_plan(*SMALL, *LAYOUT, config=CONFIG), Clock()
+    plan = tiny_plan(*SMALL, *LAYOUT, config=CONFIG)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
-        rollout, told = step.take(0, clock), {}
+        rollout = step.take(0, clock)
+        told = {}
         wrong = {
             "long": with_length(rollout.index, 4, 2 * LIMIT),  # padded to 384 for two ranks
             "empty": with_length(rollout.index, 1, 0),
@@ -204,8 +212,10 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A real step; a CPU's plan shares no GPU, so the test says that it does."""
-    held, plan = list[tuple[str, int]](), tiny_plan(*QUICK, "objective.kl_coef=0.1")
-    engine, module = rollouts.build_engine, Module.build
+    held = list[tuple[str, int]]()
+    plan = tiny_plan(*QUICK, "objective.kl_coef=0.1")
+    engine = rollouts.build_engine
+    module = Module.build
 
     def live_bytes() -> int:
         return sum(s.nbytes() for at, s in live_storages().items() if at not in before)
@@ -263,7 +273,7 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
 
 
 def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
-    """Whether the engines of both ranks slept when the trainer of this rank took memory."""
+    """True if the engines of both ranks slept when the trainer of this rank took memory."""
     Plan.shares_gpus = True  # type: ignore[method-assign]
     plan = tiny_plan(*QUICK, "parallel.dp=2")
     clock = Clock()
@@ -272,7 +282,8 @@ def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
         step.publish(0, clock)
-        sleep, onload = step.engine.sleep, step.policy.onload
+        sleep = step.engine.sleep
+        onload = step.policy.onload
 
         def falls_asleep() -> int:
             time.sleep(0.5 * topo.is_main)  # the other rank is not to overtake it

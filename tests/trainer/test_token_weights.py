@@ -19,20 +19,25 @@ from pyrl_ext.trainer.token_weights import overlong, weigh_tokens
 from tests.helpers import forms
 from tests.helpers.tiny import QUICK, tiny_plan
 
-ROOM, BUFFER = 6, 3
+pytestmark = pytest.mark.multiprocess
+
+ROOM = 6
+BUFFER = 3
 
 
 def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
     """Advantages of rewards less length and KL; the filter looks at the length alone."""
     plan = tiny_plan(
-        *(*QUICK, f"objective.overlong_buffer={BUFFER}"),
-        *(
-            'rollout.stop=["0","1","2","3","4","a","e","b"]',
-            "objective.overlong_filter=true",
-            "objective.overlong_penalty=0.5",
-        ),
-        *("objective.kl_coef=0.3", "objective.kl_in=reward", "objective.kl=k1"),
-        *("objective.reduction=sequence", "objective.normalize_std=false"),
+        *QUICK,
+        f"objective.overlong_buffer={BUFFER}",
+        'rollout.stop=["0","1","2","3","4","a","e","b"]',
+        "objective.overlong_filter=true",
+        "objective.overlong_penalty=0.5",
+        "objective.kl_coef=0.3",
+        "objective.kl_in=reward",
+        "objective.kl=k1",
+        "objective.reduction=sequence",
+        "objective.normalize_std=false",
     )
     clock = Clock()
     with topology.start(plan) as topo:
@@ -41,9 +46,11 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
             parameter.data.mul_(1.01)
         step.publish(0, clock)
         rollout = step.take(0, clock)
-        shard, index = step.batch_of(rollout, clock), rollout.index
+        shard = step.batch_of(rollout, clock)
+        index = rollout.index
         shard, _ = step.score(shard, index, clock)
-        columns, found = shard.columns, step.weighed
+        columns = shard.columns
+        found = step.weighed
         step.close()
     cut = index.truncated
     assert cut.any() and not cut.all()
@@ -60,12 +67,14 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
     means = {g: rewards[index.groups == g].mean() for g in index.groups}
     want = rewards - np.array([means[g] for g in index.groups])
     assert columns["advantages"].numpy() == pytest.approx(want[samples], abs=1e-5)
-    weights, first = columns["weights"].numpy(), 0
+    weights = columns["weights"].numpy()
+    first = 0
     for count in shard.minibatches:
         part = shard.schedule.microbatches[first : first + count]
         ids = [i for groups in part for group in groups for i in group.samples]
         ones = sum(weights[(samples == i) & mask].mean() for i in ids if not cut[i])
-        tokens, live = index.loss_tokens[ids, 0].sum(), (~cut[ids]).sum()
+        tokens = index.loss_tokens[ids, 0].sum()
+        live = (~cut[ids]).sum()
         share = sum(1 / index.loss_tokens[i, 0] for i in ids if not cut[i])
         assert ones == pytest.approx(tokens / live * share, rel=1e-5)
         first += count
@@ -78,9 +87,12 @@ def test_weigh_tokens_gives_a_token_one_weight_however_its_trajectory_is_cut():
         **{"sequence_bounds": [0.85, 1.15], "veto": 0.55, "kl_coef": 0.3, "kl_in": "reward"},
         **{"overlong_buffer": 4, "normalize_std": False},
     }
-    batch, groups = forms.drawn((12, 30, 9, 24, 5, 17)), [0, 0, 0, 1, 1, 1]
-    bare, place = tiny_plan("rollout.max_new_tokens=8"), Place()
-    found, metrics = dict[tuple[str, str], dict[str, Tensor]](), dict[tuple[str, str], Any]()
+    batch = forms.drawn((12, 30, 9, 24, 5, 17))
+    groups = [0, 0, 0, 1, 1, 1]
+    bare = tiny_plan("rollout.max_new_tokens=8")
+    place = Place()
+    found = dict[tuple[str, str], dict[str, Tensor]]()
+    metrics = dict[tuple[str, str], Any]()
     with topology.start(bare) as topo:
         for form, reduction in product(forms.FORMS, ("sequence", "sequence_sum", "prompt")):
             objective = Objective.model_validate(section | {"reduction": reduction})

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,8 @@ from tests.helpers import towers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision import image_batch, kimi_plan, tower_tensors, whole_tower
 
+pytestmark = pytest.mark.multiprocess
+
 # (vision, language model) on three ranks, and whether the tower trains
 LAYOUTS = {
     "pp2 -> 1": ({"pp": 2}, (), True),
@@ -30,11 +33,14 @@ LAYOUTS = {
 
 def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
     """The loss, with gradients, and the log-probs of all rows on every rank."""
-    plan, topo, batch = policy.plan, policy.topo, image_batch()
+    plan = policy.plan
+    topo = policy.topo
+    batch = image_batch()
     shard = towers.image_shard(plan, topo, batch, Scheduler(plan).schedule(batch.seqlens))
     if inside:
         inside.images = shard.images["vision"]
-    scored, stream = policy.scores(shard, replay=False), torch.zeros(len(batch.tokens))
+    scored = policy.scores(shard, replay=False)
+    stream = torch.zeros(len(batch.tokens))
     if shard.seat.last_stage and not topo.tp_rank:
         stream[torch.from_numpy(shard.rows.tokens)] = scored.logprobs
     dist.all_reduce(stream)
@@ -47,7 +53,8 @@ def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], d
     os.environ["WORLD_SIZE"] = "1"
     plan = kimi_plan(folder)
     with topology.start(plan) as topo:
-        policy, tower = Policy.build(plan, topo), whole_tower(plan, topo)
+        policy = Policy.build(plan, topo)
+        tower = whole_tower(plan, topo)
         inside = towers.InProcess(tower)
         policy.edges = {("vision", 0): inside}  # type: ignore[dict-item]
         loss, logprobs = passes(policy, inside)

@@ -17,6 +17,8 @@ from pyrl_ext.trainer.step import score_canaries
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 PROMPT = Prompt(0, tuple(range(3, 43)))
 SAMPLING = Sampling(4, seed=3)
 

@@ -20,11 +20,14 @@ from pyrl_ext.trainer.zero_gradient import check_zero_gradient, tokens_with_grad
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 SFT = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 
 
 def test_update_refuses_a_gradient_that_is_switched_off():
-    plan, batch = tiny_plan("objective.entropy_coef=0"), random_batch(6)
+    plan = tiny_plan("objective.entropy_coef=0")
+    batch = random_batch(6)
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     loss = build_loss(plan.objective)
     with topology.start(plan) as topo:
@@ -41,7 +44,8 @@ def test_update_refuses_a_gradient_that_is_switched_off():
 
 def test_update_of_records_refuses_a_gradient_that_is_switched_off():
     small = ("batching.samples=4", "batching.minibatches=1", "data.held_out=1")
-    plan, clock = tiny_plan(*small, "evaluate.every=0", config=SFT), Clock()
+    plan = tiny_plan(*small, "evaluate.every=0", config=SFT)
+    clock = Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
         shard = step.batch_of(step.take(0, clock), clock)
@@ -70,7 +74,8 @@ def two_samples(second: tuple[int, ...], advantages: tuple[float, float]) -> Bat
     )
 
 
-OTHER, SAME = (5, 9, 7), (5, 6, 7)
+OTHER = (5, 9, 7)
+SAME = (5, 6, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""These tests run where wandb is installed: ``make test-wandb``."""
+"""These tests run where wandb is installed: ``PYTHONPATH=.venv/wandb``."""
 
 from importlib.util import find_spec
 

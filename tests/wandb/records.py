@@ -17,7 +17,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from pyrl_ext.metrics.wandb_sink import WandbSink
 
-BLOCK, HEADER = 32768, 7  # of LevelDB's log, the format of the file
+# of LevelDB's log, the format of the file
+BLOCK = 32768
+HEADER = 7
 
 
 def log_and_resume(folder: Path) -> None:
@@ -66,7 +68,9 @@ def _session(file: Path) -> dict[str, Any]:
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
     """(kind, message) of each record of a file."""
-    data, at, part = file.read_bytes(), HEADER, b""
+    data = file.read_bytes()
+    at = HEADER
+    part = b""
     while at + HEADER <= len(data):
         if BLOCK - at % BLOCK < HEADER:  # no header is split
             at += BLOCK - at % BLOCK
@@ -75,7 +79,8 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         part += data[at + HEADER : at + HEADER + size]
         at += HEADER + size
         if kind in (1, 4):  # whole, or the last part
-            record, part = Record.FromString(part), b""
+            record = Record.FromString(part)
+            part = b""
             name = record.WhichOneof("record_type")
             yield name, getattr(record, name)
 

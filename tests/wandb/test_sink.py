@@ -10,10 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 from tests.helpers.tiny import CONFIG, QUICK
 from tests.wandb.records import sessions
+
+pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
 PATIENT = {"WANDB__SERVICE_WAIT": "1800", "WANDB_INIT_TIMEOUT": "1800"}  # on a busy machine

@@ -34,9 +34,14 @@ from tests.helpers.engines import DOWN, Disturbed, Named, Stale
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 QUICK = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("evaluate.every=0", "log.progress=false"),
+    "batching.prompts=4",
+    "batching.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "evaluate.every=0",
+    "log.progress=false",
 )
 NORM = "model.layers.1.post_attention_layernorm.weight"
 
@@ -128,7 +133,8 @@ class Parts:
                 tensor += 0.01 * torch.randn_like(tensor)
 
     def shard(self) -> tuple[BatchShard, Scores]:
-        advantage, loss = build_advantage(self.plan.objective), build_loss(self.plan.objective)
+        advantage = build_advantage(self.plan.objective)
+        loss = build_loss(self.plan.objective)
         parts = self.policy, None, advantage, loss, self.rollouts
         step = RolloutStep(self.plan, self.policy.topo, *parts)
         shard = step.batch_of(self.rollouts.train(0), Clock())
@@ -241,7 +247,8 @@ def test_sync_weights_sends_only_what_changed(parts: Parts):
     before = parts.engine.checksums(None)
     parts.move()
     row = parts.sync(only={NORM, DOWN})
-    after, now = parts.engine.checksums(None), {n: digest(t) for n, t in parts.policy.weights()}
+    after = parts.engine.checksums(None)
+    now = {n: digest(t) for n, t in parts.policy.weights()}
     sent = sum(t.nbytes for n, t in parts.policy.weights() if n in (NORM, DOWN))
     assert row == {"publish/checked": 2, "publish/tensor_bytes": sent}
     assert parts.engine.version == parts.version
@@ -282,7 +289,8 @@ def test_check_batch_names_the_tensor_or_the_layer(parts: Parts):
     assert "expected at most 0.0001; nothing was trained on this batch" in str(caught.value)
     mask = shard.columns["loss_mask_0"]
     at = int(((old.logprobs - shard.columns["rollout_logprobs"]).abs() * mask).argmax())
-    row, seqlens = int(shard.rows.tokens[at]), torch.from_numpy(shard.lengths.seqlens)
+    row = int(shard.rows.tokens[at])
+    seqlens = torch.from_numpy(shard.lengths.seqlens)
     sample = sum(row >= start for start in seqlens.cumsum(0).tolist())
     token = row - int(seqlens[:sample].sum()) + 1
     target = int(shard.columns["targets_0"][at])

@@ -35,6 +35,8 @@ from tests.helpers.published import Held, in_given_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 TINY = json.loads(Path(__file__).parents[2].joinpath("configs/tiny/config.json").read_text())
 TINY_QWEN3 = json.loads(QWEN3.with_suffix("").joinpath("config.json").read_text())
 
@@ -86,7 +88,8 @@ def test_weight_table_has_the_names_and_shapes_of_transformers(hf):
 
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
 def test_weight_table_adds_up_to_the_sizes_of_the_plan(hf):
-    sizes, weights = read_sizes(hf), family(hf["model_type"]).weights
+    sizes = read_sizes(hf)
+    weights = family(hf["model_type"]).weights
 
     def count(mtp_layers):
         rows = [
@@ -102,9 +105,12 @@ def test_weight_table_adds_up_to_the_sizes_of_the_plan(hf):
 # buckets -----------------------------------------------------------------------------------------
 
 PLANNED = (
-    *("parallel.dp=1", "parallel.dp=4,parallel.ep=4", "parallel.tp=2,parallel.pp=2"),
-    *("parallel.tp=4,parallel.ep=2,parallel.etp=2", "parallel.pp=2,parallel.vpp=2"),
-    *("parallel.tp=2,parallel.pp=2,parallel.ep=2,parallel.etp=1,model.dtype=bfloat16",),
+    "parallel.dp=1",
+    "parallel.dp=4,parallel.ep=4",
+    "parallel.tp=2,parallel.pp=2",
+    "parallel.tp=4,parallel.ep=2,parallel.etp=2",
+    "parallel.pp=2,parallel.vpp=2",
+    "parallel.tp=2,parallel.pp=2,parallel.ep=2,parallel.etp=1,model.dtype=bfloat16",
 )
 
 
@@ -146,11 +152,13 @@ def test_plan_buckets_cuts_the_table_in_order(overrides, limit, chosen):
 
 def check_buffer(plan, bucket):
     """Parts do not lie over one another, and fill the buffer but for padding."""
-    ends, parts = 0, 0
+    ends = 0
+    parts = 0
     for at, place in sorted((at, i) for i, p in enumerate(bucket.shards) for at in p.starts):
         size = math.prod(bucket.shards[place].shape) * bucket.shards[place].dtype.itemsize
         assert at >= ends and at % ALIGNMENT == 0
-        ends, parts = at + size, parts + size
+        ends = at + size
+        parts = parts + size
     assert ends <= bucket.scratch
     padding = ALIGNMENT * sum(len(p.starts) for p in bucket.shards)
     even = plan.parallel.ep == 1 or all(p.owner is None for p in bucket.shards)
@@ -171,7 +179,10 @@ CASES = {
     "tp4 ep2 etp2": (TINY, "parallel.tp=4", "parallel.ep=2", "parallel.etp=2"),
     "tp2 pp2 ep2 etp1, bf16": (
         TINY,
-        *("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"),
+        "parallel.tp=2",
+        "parallel.pp=2",
+        "parallel.ep=2",
+        "parallel.etp=1",
         "model.dtype=bfloat16",
     ),
     "pp2 vpp2 dp2": (TINY, "parallel.pp=2", "parallel.vpp=2", "parallel.dp=2"),
@@ -179,11 +190,14 @@ CASES = {
     "layer ahead": (TINY | {"num_nextn_predict_layers": 1}, *MTP),
     "tied, odd vocabulary": (
         TINY | {"vocab_size": 127, "tie_word_embeddings": True},
-        *("parallel.tp=2", "parallel.etp=1", "parallel.pp=2"),
+        "parallel.tp=2",
+        "parallel.etp=1",
+        "parallel.pp=2",
     ),
     "grouped queries, odd vocabulary": (
         TINY_QWEN3 | {"vocab_size": 127},
-        *("parallel.tp=2", "parallel.pp=2"),
+        "parallel.tp=2",
+        "parallel.pp=2",
     ),
 }
 UPDATED = {"tp2 pp2", "dp4 ep4", "tp4 ep2 etp2"}
@@ -198,7 +212,8 @@ def plan_of(folder, name, hf, *overrides):
 
 def differing(named, expected):
     """Names whose tensors are not ``expected``'s, bit for bit; every name once and in its order."""
-    expected, wrong = iter(expected), []
+    expected = iter(expected)
+    wrong = []
     for name, tensor in named:
         other, value = next(expected)
         if name != other or tensor.dtype != value.dtype or not torch.equal(tensor, value):
@@ -218,7 +233,8 @@ def drawn(policy):
 
 def check_case(policy, updated):
     """Kind of publishing -> names that it got wrong."""
-    topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
+    topo = policy.topo
+    found = {"one bucket": differing(policy.weights(), drawn(policy))}
     buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.llm.table)
     small = GatheredWeights(buckets, policy.llm.named_parameters(), topo)
     kept = list(small)  # as engines do that fuse tensors
@@ -306,7 +322,8 @@ def test_GatheredWeights_refuse_a_tensor_that_was_not_planned():
     name = "decoder.layers.2.mlp.router.weight"
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        buckets, live = plan_buckets(plan, table), policy.llm.named_parameters()
+        buckets = plan_buckets(plan, table)
+        live = policy.llm.named_parameters()
         for wrong, words in (
             (live[name][:-1], r"\[7, 64\] torch.float32 on rank 0, expected \[8, 64\]"),
             (live[name].bfloat16(), r"\[8, 64\] torch.bfloat16 on rank 0"),
@@ -328,7 +345,8 @@ def one_fails(group, folder):
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
         with heartbeat.heartbeats(topo) as beats:
-            clock, beats.step = Clock(on_phase=beats.enter), 3
+            clock = Clock(on_phase=beats.enter)
+            beats.step = 3
             with clock("time/publish"):
                 for i, _ in enumerate(policy.weights()):
                     if rank == 1 and i == 20:

@@ -25,6 +25,8 @@ from tests.helpers.lora import draw_b
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 LORA = ("replay=off", "lora.rank=8", "lora.alpha=16", "model.dtype=bfloat16")
 LAYOUTS = {
     "tp2 ep2 etp1": ("parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.etp=1"),
@@ -67,10 +69,12 @@ def sent(group: Any, *layout: str) -> Sent:
         given, none = whole(plans[1], topo, False)
     assert plans[0].lora is not None and not none
     weights = {n: t for n, t in given.items() if not is_factor(n)}
-    wrong, sums = list[str](), torch.zeros(2, dtype=torch.float64)
+    wrong = list[str]()
+    sums = torch.zeros(2, dtype=torch.float64)
     for module, (_, scale, names) in adapters_of(plans[0].lora, weights).items():
         name, (a, b) = f"{module}.weight", (given[name].double() for name in names)
-        weight, delta = weights[name].double(), scale * b @ a
+        weight = weights[name].double()
+        delta = scale * b @ a
         seen = (weight + delta).to(torch.bfloat16).double() - weight
         sums += torch.stack([(seen * delta).sum(), delta.square().sum()])
         # float32 sums of another order may round to the other neighbour
@@ -121,7 +125,8 @@ def leave_out(engine: HFEngine) -> None:
 
 
 def test_an_engine_that_leaves_adapters_out_is_found():
-    plan, clock = tiny_plan(*QUICK, "lora.rank=8", "lora.alpha=16", "lora.publish=adapter"), Clock()
+    plan = tiny_plan(*QUICK, "lora.rank=8", "lora.alpha=16", "lora.publish=adapter")
+    clock = Clock()
     asked = [Prompt(0, tuple(range(3, 43)))], Sampling(4, seed=3)
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
@@ -134,7 +139,8 @@ def test_an_engine_that_leaves_adapters_out_is_found():
             step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
             return metrics
 
-        first, second = trained_batch(0), trained_batch(1)
+        first = trained_batch(0)
+        second = trained_batch(1)
         assert first["publish/checked"] == len(step.policy.tensors.engine_names)
         assert second["publish/checked"] == len(step.policy.tensors.changing or ())
         assert second["publish/tensor_bytes"] < first["publish/tensor_bytes"] / 3

@@ -30,6 +30,8 @@ from tests.helpers.tiny import QWEN3, tiny_plan
 from tests.helpers.traffic import counted
 from tests.helpers.vision import KIMI_VL, QWEN_VL, write_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 PROCESSOR = f"model.tokenizer={QWEN3.with_name('tiny_vl')}"
 WRONG = "vision_tower.encoder.blocks.3.wqkv.weight"
 
@@ -51,7 +53,8 @@ class Layout:
             patches_per_microbatch=1 << 20,
             parallel=ModuleParallel(**self.vision),
         )
-        kind, at = {"kimi": KIMI_VL, "qwen": QWEN_VL}[self.hf]["model_type"], folder / self.hf
+        kind = {"kimi": KIMI_VL, "qwen": QWEN_VL}[self.hf]["model_type"]
+        at = folder / self.hf
         given = f"model.family={kind}", f"model.config={at}/config.json", f"model.weights={at}"
         options = (
             "replay=off",
@@ -82,7 +85,8 @@ LAYOUTS = {
 def differing(named: Any, folder: Path, plan: Plan) -> list[str]:
     """Names whose tensors are not those of the folder, bit for bit; every name once."""
     read = SafetensorsFolder(folder, plan.sizes.hidden_size)
-    left, wrong = set(read.names), list[str]()
+    left = set(read.names)
+    wrong = list[str]()
     for name, tensor in named:
         want = read(name)[:].to(tensor.dtype)
         if name not in left or tensor.shape != want.shape or not torch.equal(tensor, want):
@@ -122,8 +126,11 @@ def checked(plan: Plan, folder: Path) -> dict[str, Any]:
 def with_engine(plan: Plan) -> dict[str, Any]:
     """The findings of checks in an engine on every rank, whose tensor is another on rank 1."""
     with topology.start(plan) as topo:
-        policy, engine = Policy.build(plan, topo, trainable=False), HFEngine(plan.hf)
-        names, dtype, found = policy.tensors.engine_names, torch.float32, dict[str, Any]()
+        policy = Policy.build(plan, topo, trainable=False)
+        engine = HFEngine(plan.hf)
+        names = policy.tensors.engine_names
+        dtype = torch.float32
+        found = dict[str, Any]()
         found["checked"] = sync_weights(engine, policy.weights(), names, 0, dtype=dtype)
         found["names"] = len(names)
         check = partial(full_check, engine, policy.weights, names, 0, dtype=dtype)
@@ -199,7 +206,8 @@ def exported_alone(group: dist.ProcessGroup, folder: Path) -> dict[str, list[str
     """The files that differ from those of `written`, or are there once."""
     os.environ["WORLD_SIZE"], found = "1", {}
     for name in ("kimi", "qwen"):
-        run, alone = folder / f"run-{name}", folder / f"alone-{name}"
+        run = folder / f"run-{name}"
+        alone = folder / f"alone-{name}"
         assert export.main([str(run), str(alone)]) == 0
         files = [{f.name: f.read_bytes() for f in at.iterdir()} for at in (alone, run / "out")]
         found[name] = [n for n in files[0] | files[1] if files[0].get(n) != files[1].get(n)]
@@ -229,7 +237,8 @@ def test_whole_sends_every_byte_once_to_each_rank_outside(ranks: Any, size: int,
 @pytest.mark.parametrize(("size", "name"), CASES)
 def test_whole_holds_less_than_two_buckets(ranks: Any, size: int, name: str):
     for each in ranks[size]:
-        held, largest = each[name]["held"], each[name]["largest"]
+        held = each[name]["held"]
+        largest = each[name]["largest"]
         assert largest <= held < 2 * largest, (held / largest, math.log2(largest))
 
 

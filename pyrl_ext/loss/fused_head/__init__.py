@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from pyrl_ext.loss.fused_head.chunking import CallPlan, plan_call
 from pyrl_ext.loss.fused_head.collectives import HiddenGrad, distribution_of, hidden_chunks
 from pyrl_ext.loss.fused_head.tiles import CachedLogits, Head
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 
 LossOfChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -75,7 +75,11 @@ def linear_logprob(
         ValueError: as `vocab_parallel_logprob`; or ``rows`` or ``main_grad`` do not fit.
     """
     call = plan_call(
-        *("linear_logprob", hidden, weight, targets, group),
+        "linear_logprob",
+        hidden,
+        weight,
+        targets,
+        group,
         valid_vocab=valid_vocab,
         rows=rows,
         chunk_bytes=chunk_bytes,
@@ -156,7 +160,8 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, call: CallPlan
     ) -> tuple[Tensor, Tensor]:
-        head, budget = Head(weight, call), call.cache_bytes if any(ctx.needs_input_grad) else 0
+        head = Head(weight, call)
+        budget = call.cache_bytes if any(ctx.needs_input_grad) else 0
         stats = scale.new_empty(4, len(targets))
         cached: CachedLogits = []
         ctx.num_cached = 0  # chunks
@@ -170,7 +175,8 @@ class _LinearLogprob(torch.autograd.Function):
         logprob, entropy, top, log_sum = distribution_of(stats, targets, scale, call)
         flat = [tensor for pair in cached for tensor in pair]
         ctx.save_for_backward(hidden, weight, targets, scale, top, log_sum, entropy, *flat)
-        ctx.call, ctx.main_grad = call, _main_grad(weight, call)
+        ctx.call = call
+        ctx.main_grad = _main_grad(weight, call)
         return logprob, entropy
 
     @staticmethod
@@ -178,13 +184,12 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, weight, targets, scale, top, log_sum, entropy, *flat = ctx.saved_tensors
         vectors = (targets, scale, top, log_sum, entropy, *grads)
-        call, head = ctx.call, Head(weight, ctx.call)
+        call = ctx.call
+        head = Head(weight, ctx.call)
         cached = list(zip(flat[::2], flat[1::2], strict=True))
-        hidden_grad, total, wanted = (
-            HiddenGrad(hidden, call),
-            ctx.main_grad,
-            ctx.needs_input_grad[1],
-        )
+        hidden_grad = HiddenGrad(hidden, call)
+        total = ctx.main_grad
+        wanted = ctx.needs_input_grad[1]
         if wanted and total is None:
             total = torch.zeros_like(weight, dtype=scale.dtype)
         for i, (chunk, x) in enumerate(hidden_chunks(hidden, call)):
@@ -211,8 +216,10 @@ class _LinearLogprobLoss(torch.autograd.Function):
         call: CallPlan,
         loss_fn: LossOfChunk,
     ) -> Tensor:
-        head, wanted = Head(weight, call), any(ctx.needs_input_grad)
-        loss_sum, hidden_grad = scale.new_zeros(()), HiddenGrad(hidden, call) if wanted else None
+        head = Head(weight, call)
+        wanted = any(ctx.needs_input_grad)
+        loss_sum = scale.new_zeros(())
+        hidden_grad = HiddenGrad(hidden, call) if wanted else None
         total = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         for chunk, x in hidden_chunks(hidden, call):
             cache: CachedLogits | None = [] if wanted else None

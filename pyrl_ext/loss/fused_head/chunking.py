@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
-from pyrl_ext.loss.kept_sets import KeepMasks, KeptSets
+from pyrl_ext.loss.sampling_mask import KeepMasks, KeptSets
 from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.to_device import to_device
 
@@ -106,7 +106,7 @@ def plan_call(
     valid_vocab = check_valid_vocab(where, valid_vocab, weight.shape[0], ranks)
     if main_grad:
         _check_main_grad(where, weight)
-    # gradients are written over the logits, or beside them where the products take another dtype
+    # gradients are written over the logits, or next to them where the products take another dtype
     sums = accum_dtype(weight.dtype)
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     bytes_per_logit += kept is not None  # of the mask
@@ -156,7 +156,8 @@ def _check_tensors(
 
 
 def _check_main_grad(where: str, weight: Tensor) -> None:
-    sums, buffer = accum_dtype(weight.dtype), getattr(weight, "main_grad", None)
+    sums = accum_dtype(weight.dtype)
+    buffer = getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != sums or buffer.shape != weight.shape:
         has = None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
         raise ValueError(
@@ -197,8 +198,10 @@ def _chunks(computed: Tensor, max_tokens: int, device: torch.device) -> tuple[li
     for length in lengths:
         pick = computed[:, row : row + length].flatten().nonzero()[:, 0]
         order.append(pick // length * shard_size + pick % length + row)
-        rows, part = slice(row, row + length), slice(token, token + len(pick))
+        rows = slice(row, row + length)
+        part = slice(token, token + len(pick))
         is_whole = len(pick) == length * shards
         chunks.append(Chunk(rows, part, None if is_whole else to_device(pick, device)))
-        row, token = rows.stop, part.stop
+        row = rows.stop
+        token = part.stop
     return chunks, torch.cat(order)

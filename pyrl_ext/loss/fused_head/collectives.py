@@ -58,12 +58,14 @@ class HiddenGrad:
     """
 
     def __init__(self, hidden: Tensor, call: CallPlan):
-        self.grad, self.call = torch.zeros_like(hidden), call
+        self.grad = torch.zeros_like(hidden)
+        self.call = call
         self.work: dist.Work | None = None
 
     def add(self, chunk: Chunk, grad: Tensor) -> None:
         """Add this rank's part [c, H] of a chunk."""
-        call, rows = self.call, self.grad[chunk.rows]
+        call = self.call
+        rows = self.grad[chunk.rows]
         grad = grad.to(rows.dtype)
         if chunk.pick is not None:
             zeros = grad.new_zeros(call.shards * len(rows), rows.shape[1])

@@ -46,7 +46,7 @@ def operand(x: Tensor) -> Tensor:
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Whether products of ``x`` use oneDNN's kernels instead of the BLAS behind ``torch.mm``.
+    """True if products of ``x`` use oneDNN's kernels instead of the BLAS behind ``torch.mm``.
 
     They do for float32 on a CPU if torch has oneDNN and it is enabled. oneDNN compiles a kernel for
     the instructions of the processor, while MKL uses AVX-512 on Intel's only (on an AMD EPYC of
@@ -82,7 +82,8 @@ class Head:
 
     def __init__(self, weight: Tensor, call: CallPlan):
         columns = weight.shape[0]
-        self.weight, self.call = weight, call
+        self.weight = weight
+        self.call = call
         self.first, self.width = shard_columns(columns, call.valid_vocab, call.group)
         tokens = max((chunk.part.stop - chunk.part.start for chunk in call.chunks), default=1)
         self.tile = columns if on_gpu(weight) else max(256, CPU_TILE // max(tokens, 1))

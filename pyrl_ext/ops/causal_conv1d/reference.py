@@ -21,7 +21,9 @@ def causal_conv1d_grad(
     of_sums = grad.to(s.dtype) * s * (1 + sums * (1 - s))
     of_weight = torch.stack([(of_sums * tap).sum(0) for tap in taps], -1)
     # row t + s takes part of row t where it is s rows or more into their sequence
-    at, width, of_x = positions(cu_seqlens, len(x))[:, None], weight.shape[1], torch.zeros_like(s)
+    at = positions(cu_seqlens, len(x))[:, None]
+    width = weight.shape[1]
+    of_x = torch.zeros_like(s)
     for back in range(min(width, len(x))):
         term = torch.where(at >= back, of_sums * weight[:, width - 1 - back].to(s.dtype), 0)
         of_x[: len(x) - back] += term[back:]
@@ -30,7 +32,8 @@ def causal_conv1d_grad(
 
 def _taps(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     """[T, D] for each weight of a channel: the rows that it meets."""
-    at, wide = positions(cu_seqlens, len(x))[:, None], x.to(accum_dtype(x.dtype))
+    at = positions(cu_seqlens, len(x))[:, None]
+    wide = x.to(accum_dtype(x.dtype))
     backs = reversed(range(weight.shape[1]))
     return [torch.where(at >= s, F.pad(wide, (0, 0, s, 0))[: len(x)], 0) for s in backs]
 

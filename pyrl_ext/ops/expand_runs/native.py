@@ -10,7 +10,8 @@ def refuse(starts: Tensor, lengths: Tensor, size: int) -> str | None:
 
 
 def expand_runs(starts: Tensor, lengths: Tensor, size: int, isa: str = "auto") -> Tensor:
-    starts, lengths = starts.contiguous(), lengths.contiguous()
+    starts = starts.contiguous()
+    lengths = lengths.contiguous()
     out = starts.new_empty(size)
     C.expand_runs_cpu(
         starts=starts.data_ptr(),

@@ -27,7 +27,8 @@ def refuse_grad(grad: Tensor, *call: Any) -> str | None:
 
 
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
-    routing_map, probs = routing_map.contiguous(), probs.contiguous()
+    routing_map = routing_map.contiguous()
+    probs = probs.contiguous()
     out = new_outputs(probs, top_k)
     args = arguments(routing_map, probs, top_k, out)
     if not on_gpu(probs):

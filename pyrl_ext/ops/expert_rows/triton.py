@@ -37,16 +37,25 @@ def refuse_grad(
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
     from .triton_kernel import expert_rows_count_kernel, expert_rows_kernel, tiles
 
-    routing_map, probs = routing_map.contiguous(), probs.contiguous()
+    routing_map = routing_map.contiguous()
+    probs = probs.contiguous()
     tokens, experts = probs.shape
-    out, sizes = new_outputs(probs, top_k), tiles(experts)
+    out = new_outputs(probs, top_k)
+    sizes = tiles(experts)
     number = max(1, -(-tokens // 256))
     per_tile = probs.new_empty(number, experts, dtype=torch.int32)
     count: Any = expert_rows_count_kernel
     count[(number,)](routing_map, per_tile, tokens, experts, **sizes)
     place: Any = expert_rows_kernel
     place[(number,)](
-        *(routing_map, probs, per_tile, *out, tokens, experts, top_k, number),
+        routing_map,
+        probs,
+        per_tile,
+        *out,
+        tokens,
+        experts,
+        top_k,
+        number,
         CHUNK=1024 // sizes["WIDTH"],
         **sizes,
     )
@@ -63,7 +72,12 @@ def expert_rows_grad(
         sizes = tiles(experts)
         kernel: Any = expert_rows_grad_kernel
         kernel[(-(-tokens // sizes["TALL"]),)](
-            *(grad.contiguous(), order, places, out, tokens, experts),
+            grad.contiguous(),
+            order,
+            places,
+            out,
+            tokens,
+            experts,
             K=len(order) // tokens,
             TALL=sizes["TALL"],
             WIDTH=sizes["WIDTH"],
@@ -75,7 +89,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``: of every layer with experts."""
     if not plan.router_layers:
         return
-    top_k, experts = plan.sizes.topk, plan.sizes.num_experts
+    top_k = plan.sizes.topk
+    experts = plan.sizes.num_experts
 
     def both(rows: int) -> None:
         routing_map = meta(rows, experts, dtype=torch.bool)

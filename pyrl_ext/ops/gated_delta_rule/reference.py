@@ -83,8 +83,10 @@ def gated_delta_rule_grad(
     )
     of_v = rule.beta * of_right
     of_system = -(of_right @ rule.u.mT).tril(-1)
-    of_pairs, of_attention = rule.beta * of_system, grad @ rule.u.mT
-    scores, keys = of_attention * inside, of_pairs * inside
+    of_pairs = rule.beta * of_system
+    of_attention = grad @ rule.u.mT
+    scores = of_attention * inside
+    keys = of_pairs * inside
     read = start * (rule.k @ rule.states)
     by_q = start * (grad @ rule.states.mT)
     by_k = -start * (of_v @ rule.states.mT)

@@ -13,7 +13,8 @@ ALIGN = 256  # bytes, the alignment of a device's own allocations
 
 def flat_layout(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
     """The byte offset of each field in the flat tensor, then its size; the row bytes of each."""
-    starts, row_bytes = [0], []
+    starts = [0]
+    row_bytes = []
     for field in fields:
         width = 1 if field.ndim == 1 else prod(field.shape[1:])
         row_bytes.append(field.element_size() * width)

@@ -18,7 +18,8 @@ def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: b
     rows = rows.contiguous()
     starts, row_bytes = flat_layout(fields, rows.shape[0])
     flat = torch.empty(starts[-1], dtype=torch.uint8, device=rows.device, pin_memory=pin)
-    outs, numbers = [], []
+    outs = []
+    numbers = []
     for field, start, each, fill in zip(fields, starts, row_bytes, fills):
         out = flat[start : start + len(rows) * each].view(field.dtype)
         outs.append(out.view(len(rows), *field.shape[1:]))

@@ -71,7 +71,8 @@ def gather_routes(
             f"gather_routes: routes is on {routes.device}, rows on {rows.device}, expected one "
             "device"
         )
-    top_k, limit = routes.shape[2], torch.iinfo(routes.dtype).max + 1
+    top_k = routes.shape[2]
+    limit = torch.iinfo(routes.dtype).max + 1
     if not top_k <= num_experts <= limit:
         raise ValueError(
             f"gather_routes: num_experts is {num_experts}, expected {top_k} (the experts of a "
@@ -88,7 +89,7 @@ def gather_routes(
 
 
 def count_routes(routes: Tensor, rows: Tensor, num_experts: int) -> Tensor:
-    """How many of the M * K choices of :func:`gather_routes`, in every layer, are each expert.
+    """Number of of the M * K choices of :func:`gather_routes`, in every layer, are each expert.
 
     Args:
         routes, rows, num_experts: as there, on the CPU.

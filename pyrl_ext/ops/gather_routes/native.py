@@ -19,7 +19,7 @@ def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> st
 
 
 def rows_apart(routes: Tensor) -> bool:
-    """Whether each row is contiguous, as in ``x[:, a:b]``; rows may lie any stride apart."""
+    """True if each row is contiguous, as in ``x[:, a:b]``; rows may lie any stride apart."""
     return routes[:1].is_contiguous()
 
 
@@ -45,7 +45,8 @@ def arguments(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, ou
 def gather_routes(
     routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, isa: str = "auto"
 ) -> Tensor:
-    rows, layers = rows.contiguous(), layers.contiguous()
+    rows = rows.contiguous()
+    layers = layers.contiguous()
     routes = routes if rows_apart(routes) else routes.contiguous()
     out = routes.new_empty((len(layers), len(rows), routes.shape[2]))
     args = arguments(routes, rows, layers, num_experts, out)

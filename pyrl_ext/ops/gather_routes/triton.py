@@ -37,7 +37,13 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
     grid = (-(-len(rows) // block), len(layers))
     slots = to_device(layers, rows.device)
     gather_routes_kernel[grid](
-        *(routes, rows, slots, out, routes.stride(0), len(rows), num_experts),
+        routes,
+        rows,
+        slots,
+        out,
+        routes.stride(0),
+        len(rows),
+        num_experts,
         K=K,  # type: ignore[arg-type]
         PADDED_K=padded,  # type: ignore[arg-type]
         BLOCK=block,  # type: ignore[arg-type]
@@ -49,7 +55,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``: one per number of layers that a rank's routes span."""
     if not plan.router_layers:
         return
-    top_k, experts = plan.sizes.topk, plan.sizes.num_experts
+    top_k = plan.sizes.topk
+    experts = plan.sizes.num_experts
     dtype = route_id_dtype(experts)
     spans = {1}  # padding, where nothing is replayed
     for stage in plan.stages:

@@ -15,7 +15,8 @@ def refuse(src: Tensor, *rest: Tensor | None) -> str | None:
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
-    src, rows = rows_of(src), rows.contiguous()
+    src = rows_of(src)
+    rows = rows.contiguous()
     fill = None if fill is None else fill.contiguous()
     out = src.new_empty(rows.shape[0], *src.shape[1:])
     field = C.Field(
@@ -54,7 +55,8 @@ def refuse_invert(rows: Tensor, num_src: int) -> str | None:
 
 def invert_rows(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
     rows = rows.contiguous()
-    starts, order = rows.new_empty(num_src + 1), torch.empty_like(rows)
+    starts = rows.new_empty(num_src + 1)
+    order = torch.empty_like(rows)
     bad = C.invert_rows_cpu(
         rows=rows.data_ptr(),
         num_in=rows.shape[0],

@@ -26,7 +26,8 @@ def refuse(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | No
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
-    src, rows = rows_of(src), rows.contiguous()
+    src = rows_of(src)
+    rows = rows.contiguous()
     out = src.new_empty(rows.shape[0], *src.shape[1:])
     word = WORDS[src.element_size()]
     launch([src], rows, [0 if fill is None else fill.contiguous().view(-1).view(word)], [out])
@@ -37,7 +38,10 @@ def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) 
     """Gather ``rows`` of every field; ``fills`` are all rows (tensors) or all numbers."""
     from .triton_kernel import gather_rows_kernel  # triton takes a while to import
 
-    widths, tall, wide, firsts = [], [], [], [0]
+    widths = []
+    tall = []
+    wide = []
+    firsts = [0]
     for out in outs:
         width = prod(out.shape[1:])
         columns = min(1024, 1 << max(width - 1, 0).bit_length())
@@ -70,7 +74,8 @@ def words(tensor: Tensor) -> Tensor:
 def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
     """Elements per row on a rank of what attention reorders: keys and values under context
     parallelism; in single precision queries and outputs, too, under every layout."""
-    sizes, parallel = plan.sizes, plan.parallel
+    sizes = plan.sizes
+    parallel = plan.parallel
     whole = plan.model.dtype == "float32"  # attention by shapes
     if not whole and parallel.cp == 1 and parallel.dynamic_cp is None:
         return []

@@ -13,7 +13,8 @@ def refuse(both: Tensor, *_: Any) -> str | None:
 
 
 def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-    both, shared = heads_of(both), heads_of(shared)
+    both = heads_of(both)
+    shared = heads_of(shared)
     key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
     value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
     _run(arguments(key, value, both, shared, back=False), both)
@@ -21,7 +22,8 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
 
 
 def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-    key, value = heads_of(key), heads_of(value)
+    key = heads_of(key)
+    value = heads_of(value)
     both = key.new_empty(*key.shape[:2], plain + value.shape[2])
     shared = key.new_empty(len(key), key.shape[2] - plain)
     _run(arguments(key, value, both, shared, back=True), key)

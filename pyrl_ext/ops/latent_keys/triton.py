@@ -23,7 +23,8 @@ def refuse_grad(key: Tensor, *_: Any) -> str | None:
 
 
 def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-    both, shared = heads_of(both), heads_of(shared)
+    both = heads_of(both)
+    shared = heads_of(shared)
     key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
     value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
     _launch(key, value, both, shared, back=False)
@@ -31,7 +32,8 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
 
 
 def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-    key, value = heads_of(key), heads_of(value)
+    key = heads_of(key)
+    value = heads_of(value)
     both = key.new_empty(*key.shape[:2], plain + value.shape[2])
     shared = key.new_empty(len(key), key.shape[2] - plain)
     _launch(key, value, both, shared, back=True)
@@ -49,8 +51,15 @@ def _launch(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bool
     sizes = key.shape[1], key.shape[2] - common, common, value.shape[2]
     kernel: Any = latent_keys_kernel
     kernel[(len(key),)](
-        *(key, *key.stride()[:2], value, *value.stride()[:2]),
-        *(both, *both.stride()[:2], shared, shared.stride(0), *sizes),
+        key,
+        *key.stride()[:2],
+        value,
+        *value.stride()[:2],
+        both,
+        *both.stride()[:2],
+        shared,
+        shared.stride(0),
+        *sizes,
         BACK=back,
         ACC=tl.float64 if key.dtype == torch.float64 else tl.float32,
         **tiles(*sizes),
@@ -61,11 +70,15 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``; none without latent attention."""
     if not config.get("multi_latent_attention"):
         return
-    heads, dtype = config["num_attention_heads"] // plan.parallel.tp, dtype_of(plan.model.dtype)
-    plain, rest, turned = config["qk_head_dim"], config["v_head_dim"], plan.sizes.rotary_width
+    heads = config["num_attention_heads"] // plan.parallel.tp
+    dtype = dtype_of(plan.model.dtype)
+    plain = config["qk_head_dim"]
+    rest = config["v_head_dim"]
+    turned = plan.sizes.rotary_width
 
     def join(rows: int) -> object:
-        both, shared = meta(rows, heads, plain + rest, dtype=dtype), meta(rows, turned, dtype=dtype)
+        both = meta(rows, heads, plain + rest, dtype=dtype)
+        shared = meta(rows, turned, dtype=dtype)
         return latent_keys(both, shared, plain)
 
     def part(rows: int) -> object:

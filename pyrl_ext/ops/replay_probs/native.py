@@ -6,7 +6,8 @@ from torch import Tensor
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 from pyrl_ext.ops.on_gpu import on_gpu
 
-MAX_TOPK, MAX_EXPERTS = 32, 1 << 16
+MAX_TOPK = 32
+MAX_EXPERTS = 1 << 16
 
 
 def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
@@ -27,7 +28,8 @@ def refuse_grad(grad: Tensor, *call: Any) -> str | None:
 def replay_probs(
     scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    scores, ids = scores.contiguous(), ids.contiguous()
+    scores = scores.contiguous()
+    ids = ids.contiguous()
     probs = scores.new_empty(scores.shape, dtype=out_dtype)
     routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
     _run(arguments(scores, ids, norm, scale, None, probs, routing_map), scores)
@@ -35,7 +37,9 @@ def replay_probs(
 
 
 def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
-    grad, scores, ids = grad.contiguous(), scores.contiguous(), ids.contiguous()
+    grad = grad.contiguous()
+    scores = scores.contiguous()
+    ids = ids.contiguous()
     out = scores.new_empty(scores.shape)
     _run(arguments(scores, ids, norm, scale, grad, out, None), scores)
     return out

@@ -64,7 +64,13 @@ def _launch(
     rows = max(1, min(32, 1024 // width))
     kernel: Any = replay_probs_kernel
     kernel[(-(-M // rows),)](
-        *(scores.contiguous(), ids.contiguous(), grad, out, routing_map, M, E),
+        scores.contiguous(),
+        ids.contiguous(),
+        grad,
+        out,
+        routing_map,
+        M,
+        E,
         K=K,
         SLOTS=_power_of_two_from(K),
         THREADS=1 << (K.bit_length() - 1),
@@ -84,12 +90,14 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     sigmoid = config.get("moe_router_score_function") == "sigmoid"
     if not (plan.router_layers and plan.replay.enabled and sigmoid):
         return
-    top_k, experts = plan.sizes.topk, plan.sizes.num_experts
+    top_k = plan.sizes.topk
+    experts = plan.sizes.num_experts
     scale = config.get("moe_router_topk_scaling_factor") or 1.0
     dtype = dtype_of(route_id_dtype(experts))
 
     def probs(rows: int) -> None:
-        scores, ids = meta(rows, experts), meta(rows, top_k, dtype=dtype)
+        scores = meta(rows, experts)
+        ids = meta(rows, top_k, dtype=dtype)
         replay_probs(scores, ids, "sum", scale, torch.float32)
         replay_probs_grad(scores, scores, ids, "sum", scale)
 

@@ -66,7 +66,7 @@ op.gradient(_backward, _save)
 
 
 class _WithResidual(torch.autograd.Function):
-    """The norm, and its argument beside it, whose gradient the norm's adds to its own."""
+    """The norm, and its argument next to it, whose gradient the norm's adds to its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[
     if on_gpu(x):
         out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         return out, scale.view(x.shape[:-1])
-    rows, weight = rows_of(x), weight.contiguous()
-    out, scale = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rows = rows_of(x)
+    weight = weight.contiguous()
+    out = x.new_empty(x.shape)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     _run(rows, isa, eps, weight=weight, scale=scale, out=out)
     return out, scale
 
@@ -42,7 +44,8 @@ def rms_norm_grad(
             grad, x, weight.shape, scale[..., None], weight, [True, True]
         )
         return out if residual_grad is None else out.add_(residual_grad), weight_grad
-    out, weight_grad = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    out = x.new_empty(x.shape)
+    weight_grad = weight.new_empty(weight.shape)
     if not out.numel():
         return out, weight_grad.zero_()
     given = {"weight": weight, "scale": scale, "grad": grad, "residual_grad": residual_grad}

@@ -11,7 +11,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    normed, grad = _widened(x) * scale[..., None], _widened(grad)
+    normed = _widened(x) * scale[..., None]
+    grad = _widened(grad)
     of_normed = grad * _widened(weight)
     mean = (of_normed * normed).mean(-1, keepdim=True)
     out = (of_normed - normed * mean) * scale[..., None]

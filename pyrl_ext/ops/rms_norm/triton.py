@@ -34,13 +34,23 @@ def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from .triton_kernel import rms_norm_fwd_kernel  # triton takes a while to import
 
-    out, scale = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    out = x.new_empty(x.shape)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     src, rows, heads, row, head = rows_of(x)
     if out.numel():
         tiles = _tiles(x.shape[-1])
         kernel: Any = rms_norm_fwd_kernel
         kernel[(-(-rows // tiles["TALL"]),)](
-            *(src, row, head, heads, weight.contiguous(), out, scale, rows, x.shape[-1], eps),
+            src,
+            row,
+            head,
+            heads,
+            weight.contiguous(),
+            out,
+            scale,
+            rows,
+            x.shape[-1],
+            eps,
             **tiles,
         )
     return out, scale
@@ -53,7 +63,8 @@ def rms_norm_grad(
 
     src, rows, heads, row, head = rows_of(x)
     width = x.shape[-1]
-    out, weight_grad = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    out = x.new_empty(x.shape)
+    weight_grad = weight.new_empty(weight.shape)
     if not out.numel():
         return out, weight_grad.zero_()
     tiles = _tiles(width)
@@ -62,9 +73,19 @@ def rms_norm_grad(
     parts = scale.new_empty(-(-rows // span), width)
     kernel: Any = rms_norm_bwd_kernel
     kernel[(len(parts),)](
-        *(grad.contiguous(), src, row, head, heads, weight.contiguous(), scale.contiguous()),
-        *(None if residual_grad is None else residual_grad.contiguous(), out, parts),
-        *(rows, width, span),
+        grad.contiguous(),
+        src,
+        row,
+        head,
+        heads,
+        weight.contiguous(),
+        scale.contiguous(),
+        None if residual_grad is None else residual_grad.contiguous(),
+        out,
+        parts,
+        rows,
+        width,
+        span,
         **tiles,
     )
     kernel = rms_norm_sum_kernel
@@ -78,16 +99,19 @@ def _tiles(width: int) -> dict[str, int]:
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: of hidden rows, with the gradient of what passes beside
+    """The launches of a run of ``plan``: of hidden rows, with the gradient of what passes next to
     them and without; and of queries and keys, or their latents."""
-    dtype, tp = dtype_of(plan.model.dtype), plan.parallel.tp
+    dtype = dtype_of(plan.model.dtype)
+    tp = plan.parallel.tp
     rest = config.get("qk_pos_emb_head_dim", 0)
     shapes = [(1, config["hidden_size"], config["hidden_size"])]  # heads, width, stride of a row
     if config.get("multi_latent_attention"):
-        wide, narrow = config.get("q_lora_rank") or 0, config["kv_lora_rank"]
+        wide = config.get("q_lora_rank") or 0
+        narrow = config["kv_lora_rank"]
         shapes += [(1, wide, wide), (1, narrow, narrow + rest)]
     elif config.get("qk_layernorm"):
-        wide, groups = config["kv_channels"], config["num_query_groups"] // tp
+        wide = config["kv_channels"]
+        groups = config["num_query_groups"] // tp
         heads = config["num_attention_heads"] // tp
         whole = (heads + 2 * groups) * wide  # of a row of queries, keys and values
         shapes += [(1, wide, wide) if groups > 1 else (heads, wide, whole), (groups, wide, whole)]
@@ -97,7 +121,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
             def both(rows: int, heads: int = heads, width: int = width, stride: int = stride):
                 x = meta(rows, stride, dtype=dtype)[:, : heads * width]
                 x = x.unflatten(1, (heads, width))
-                weight, scale = meta(width, dtype=dtype), meta(rows, heads)
+                weight = meta(width, dtype=dtype)
+                scale = meta(rows, heads)
                 rms_norm(x, weight, 1e-5)
                 for residual in (x, None):
                     rms_norm_grad(x, x, weight, scale, residual)

@@ -23,15 +23,23 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     from .triton_kernel import rotary_kernel, tiles  # triton takes a while to import
 
-    query, key = heads_of(query), heads_of(key)
+    query = heads_of(query)
+    key = heads_of(key)
     outputs = query.new_empty(query.shape), key.new_empty(key.shape)
     sizes = *query.shape[1:], *key.shape[1:], turns.shape[1]
     if not len(turns):
         return outputs
     kernel: Any = rotary_kernel
     kernel[(len(turns),)](
-        *(query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1)),
-        *(turns.contiguous(), *outputs, *sizes),
+        query,
+        query.stride(0),
+        query.stride(1),
+        key,
+        key.stride(0),
+        key.stride(1),
+        turns.contiguous(),
+        *outputs,
+        *sizes,
         LAST=last,
         FROM=source == "neighbours",
         TO=result == "neighbours",
@@ -43,11 +51,14 @@ def rotary(
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``, forward and back."""
-    sizes, dtype = plan.sizes, dtype_of(plan.model.dtype)
-    latent, turned = config.get("multi_latent_attention", False), sizes.rotary_width
+    sizes = plan.sizes
+    dtype = dtype_of(plan.model.dtype)
+    latent = config.get("multi_latent_attention", False)
+    turned = sizes.rotary_width
     heads = config["num_attention_heads"] // plan.parallel.tp
     if latent:
-        wide, keys = config["qk_head_dim"] + turned, (1, turned)
+        wide = config["qk_head_dim"] + turned
+        keys = (1, turned)
     else:
         wide = config["kv_channels"]
         keys = config["num_query_groups"] // plan.parallel.tp, wide
@@ -55,7 +66,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     for back in (False, True):
 
         def turn(rows: int, back: bool = back) -> object:
-            query, key = meta(rows, heads, wide, dtype=dtype), meta(rows, *keys, dtype=dtype)
+            query = meta(rows, heads, wide, dtype=dtype)
+            key = meta(rows, *keys, dtype=dtype)
             source, result = places[:: -1 if back else 1]
             return rotary(query, key, meta(rows, turned), latent, source, result, back)
 

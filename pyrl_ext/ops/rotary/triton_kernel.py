@@ -78,12 +78,40 @@ def rotary_kernel(
     if BACK:
         sin = -sin
     _turn(
-        *(query, query_row, query_head, query_out, cos, sin, t),
-        *(QUERIES, Q, TURNED, LAST, FROM, TO, TALL, HALF, QP),
+        query,
+        query_row,
+        query_head,
+        query_out,
+        cos,
+        sin,
+        t,
+        QUERIES,
+        Q,
+        TURNED,
+        LAST,
+        FROM,
+        TO,
+        TALL,
+        HALF,
+        QP,
     )
     _turn(
-        *(key, key_row, key_head, key_out, cos, sin, t),
-        *(KEYS, K, TURNED, LAST, FROM, TO, TALL, HALF, KP),
+        key,
+        key_row,
+        key_head,
+        key_out,
+        cos,
+        sin,
+        t,
+        KEYS,
+        K,
+        TURNED,
+        LAST,
+        FROM,
+        TO,
+        TALL,
+        HALF,
+        KP,
     )
 
 

@@ -11,6 +11,7 @@ def squared_relu(x: Tensor, weight: Tensor) -> Tensor:
 
 def squared_relu_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = accum_dtype(x.dtype)
-    grad, positive = grad.to(wide), F.relu(x.to(wide))
+    grad = grad.to(wide)
+    positive = F.relu(x.to(wide))
     of_x = 2 * grad * positive * weight[:, None]
     return of_x.to(x.dtype), (grad * positive.square()).sum(-1)

@@ -84,7 +84,8 @@ def ssd_scan(
 
 def _check(given: dict[str, Tensor]) -> None:
     shapes = {name: list(each.shape) for name, each in given.items()}
-    x, B = shapes["x"], shapes["B"]
+    x = shapes["x"]
+    B = shapes["B"]
     heads = x[1:2]
     if (
         not len(x) == len(B) == 3

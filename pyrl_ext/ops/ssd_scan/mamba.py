@@ -41,7 +41,8 @@ def ssd_scan_grad(
 ) -> tuple[Tensor, ...]:
     if not x.numel():
         return tuple(torch.zeros_like(each) for each in (x, dt, A, B, C, D))
-    numbers, rows = _numbers(cu_seqlens, x), {0, 1, 3, 4}
+    numbers = _numbers(cu_seqlens, x)
+    rows = {0, 1, 3, 4}
     leaves = [each.contiguous() for each in (x, dt, A, B, C, D)]
     leaves = [each[None] if n in rows else each for n, each in enumerate(leaves)]
     found = gradients(lambda *given: _run(*given, numbers), leaves, grad.contiguous()[None])

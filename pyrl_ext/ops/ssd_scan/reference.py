@@ -23,7 +23,8 @@ class _Scan:
 
     def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor):
         check_boundaries("ssd_scan", cu_seqlens, len(x))
-        self.wide, self.groups = accum_dtype(x.dtype), B.shape[1]
+        self.wide = accum_dtype(x.dtype)
+        self.groups = B.shape[1]
         self.chunks = chunks_of(cu_seqlens, len(x))
         self.x, self.dt, self.B, self.C = map(self.split, (x, dt[..., None], B, C))
         self.decays = decays_of(self.split(dt * A))
@@ -60,7 +61,8 @@ def ssd_scan_grad(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, ...]:
     scan = _Scan(x, dt, A, B, C, cu_seqlens)
-    grad, decays = scan.split(grad), scan.decays
+    grad = scan.split(grad)
+    decays = scan.decays
     after = grads_after(decays.total, scan.C.mT @ (decays.start * grad), scan.chunks, torch.mul)
     of_attention = grad @ scan.fed.mT
     scores = (of_attention * decays.inside).sum(2, keepdim=True)

@@ -16,7 +16,9 @@ def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | No
 
 
 def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor, isa: str = "auto") -> Tensor:
-    src, starts, order = rows_of(src), starts.contiguous(), order.contiguous()
+    src = rows_of(src)
+    starts = starts.contiguous()
+    order = order.contiguous()
     out = src.new_empty(starts.shape[0] - 1, *src.shape[1:])
     args = arguments(src, starts, order, out)
     if on_gpu(src):

@@ -19,7 +19,8 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
 def _wrong(starts: Tensor, order: Tensor, num_rows: int) -> Tensor:
     """[N] bool: sums whose entries are not within ``order``, or not rows."""
-    begin, end = starts[:-1], starts[1:]
+    begin = starts[:-1]
+    end = starts[1:]
     outside = ((order < 0) | (order >= num_rows)).cumsum(0)
     before = torch.cat([outside.new_zeros(1), outside])
     first, last = (place.clamp(0, len(order)) for place in (begin, end))
@@ -29,7 +30,8 @@ def _wrong(starts: Tensor, order: Tensor, num_rows: int) -> Tensor:
 
 def wrong_entries(bad: int, starts: Tensor, order: Tensor, num_rows: int) -> IndexError:
     """The error of a sum whose entries are not rows."""
-    at, end = int(starts[bad]), int(starts[bad + 1])
+    at = int(starts[bad])
+    end = int(starts[bad + 1])
     return IndexError(
         f"sum_rows: inverse.starts[{bad} : {bad + 2}] is [{at}, {end}] with entries "
         f"{order[at:end].tolist()[:8]}, expected rows of src in [0, {num_rows}), as "

@@ -24,7 +24,9 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
     from .triton_kernel import sum_rows_kernel
 
-    src, starts, order = rows_of(src), starts.contiguous(), order.contiguous()
+    src = rows_of(src)
+    starts = starts.contiguous()
+    order = order.contiguous()
     out = src.new_empty(starts.shape[0] - 1, *src.shape[1:])
     if out.numel() == 0:
         return out
@@ -32,7 +34,13 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
     wide = min(1024, 1 << (columns - 1).bit_length())
     tall = min(256, TILE // wide)  # each with a start, an end and a place: registers
     sum_rows_kernel[(-(-len(out) // tall), -(-columns // wide))](
-        *(src, src.stride(0), starts, order, out, len(out), columns),
+        src,
+        src.stride(0),
+        starts,
+        order,
+        out,
+        len(out),
+        columns,
         TALL=tall,  # type: ignore[arg-type]
         WIDE=wide,  # type: ignore[arg-type]
         ACC=tl.float64 if src.dtype == torch.float64 else tl.float32,  # type: ignore[arg-type]
@@ -46,7 +54,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     for width in row_widths(plan, config):
 
         def add(rows: int, dtype: torch.dtype = dtype, width: int = width) -> Tensor:
-            src, order = meta(rows, width, dtype=dtype), meta(rows, dtype=torch.int64)
+            src = meta(rows, width, dtype=dtype)
+            order = meta(rows, dtype=torch.int64)
             return sum_rows(src, order, meta(rows + 1, dtype=torch.int64), order)
 
         yield f"sum_rows {short(dtype)} x {width}", add

@@ -22,7 +22,8 @@ def refuse_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> str | N
 
 
 def swiglu(gate_up: Tensor, weight: Tensor | None, isa: str = "auto") -> Tensor:
-    gate_up, weight = gate_up.contiguous(), None if weight is None else weight.contiguous()
+    gate_up = gate_up.contiguous()
+    weight = None if weight is None else weight.contiguous()
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _run(arguments(gate_up, weight, None, out, None), gate_up, isa)
     return out
@@ -31,9 +32,11 @@ def swiglu(gate_up: Tensor, weight: Tensor | None, isa: str = "auto") -> Tensor:
 def swiglu_grad(
     grad: Tensor, gate_up: Tensor, weight: Tensor | None, isa: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    gate_up, grad = gate_up.contiguous(), grad.contiguous()
+    gate_up = gate_up.contiguous()
+    grad = grad.contiguous()
     weight = None if weight is None else weight.contiguous()
-    out, weight_grad = torch.empty_like(gate_up), weight_grad_like(gate_up, weight)
+    out = torch.empty_like(gate_up)
+    weight_grad = weight_grad_like(gate_up, weight)
     if not out.numel():
         return out, weight_grad.zero_()
     _run(arguments(gate_up, weight, grad, out, weight_grad), gate_up, isa)

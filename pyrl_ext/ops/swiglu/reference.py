@@ -10,7 +10,8 @@ def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
 
 def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     gate, up = _widened(gate_up).chunk(2, -1)
-    grad, s = _widened(grad), torch.sigmoid(gate)
+    grad = _widened(grad)
+    s = torch.sigmoid(gate)
     silu = gate * s
     both = grad if weight is None else grad * weight[:, None]
     grads = torch.cat([both * up * (s + silu * (1 - s)), both * silu], -1).to(gate_up.dtype)

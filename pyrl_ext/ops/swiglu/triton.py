@@ -30,7 +30,8 @@ def refuse_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> str | N
 def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
     from .triton_kernel import swiglu_fwd_kernel  # triton takes a while to import
 
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if out.numel():
         tall, wide = _tile(width)
@@ -44,14 +45,21 @@ def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
 def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     from .triton_kernel import swiglu_bwd_kernel
 
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out, weight_grad = gate_up.new_empty(gate_up.shape), weight_grad_like(gate_up, weight)
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
+    out = gate_up.new_empty(gate_up.shape)
+    weight_grad = weight_grad_like(gate_up, weight)
     if out.numel():
         tall, wide = _tile(width)
         kernel: Any = swiglu_bwd_kernel
         kernel[(-(-rows // tall),)](
-            *(grad.contiguous(), gate_up.contiguous(), _dense(weight), out),
-            *(None if weight is None else weight_grad, rows, width),
+            grad.contiguous(),
+            gate_up.contiguous(),
+            _dense(weight),
+            out,
+            None if weight is None else weight_grad,
+            rows,
+            width,
             TALL=tall,
             WIDE=wide,
         )
@@ -74,7 +82,8 @@ def _tile(width: int) -> tuple[int, int]:
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``: routed experts, shared experts and dense layers."""
-    dtype, tp = dtype_of(plan.model.dtype), plan.parallel.tp
+    dtype = dtype_of(plan.model.dtype)
+    tp = plan.parallel.tp
     plain = [config.get(f"{name}_size") or 0 for name in (SHARED, "ffn_hidden")]
     widths = {size // tp for size in plain}
     if plan.router_layers:
@@ -82,7 +91,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     for width in sorted(widths - {0}):
 
         def both(rows: int, width: int = width) -> None:
-            gate_up, grad = meta(rows, 2 * width, dtype=dtype), meta(rows, width, dtype=dtype)
+            gate_up = meta(rows, 2 * width, dtype=dtype)
+            grad = meta(rows, width, dtype=dtype)
             for weight in (meta(rows), None):
                 swiglu(gate_up, weight)
                 swiglu_grad(grad, gate_up, weight)

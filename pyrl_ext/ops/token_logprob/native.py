@@ -33,8 +33,10 @@ class Shard:
     """Contiguous tensors whose addresses ``C.LogitsShard`` holds; keeps them alive."""
 
     def __init__(self, logits: Tensor, targets: Tensor, scale: Tensor, keep: Tensor | None):
-        self.logits, self.targets = logits.contiguous(), targets.contiguous()
-        self.scale, self.keep = scale.contiguous(), None if keep is None else keep.contiguous()
+        self.logits = logits.contiguous()
+        self.targets = targets.contiguous()
+        self.scale = scale.contiguous()
+        self.keep = None if keep is None else keep.contiguous()
 
     def columns(self, first: int, width: int) -> Any:
         tokens, columns = self.logits.shape
@@ -105,7 +107,9 @@ def combine(
     """On a CPU torch's operations on [R, T]: no loop of ours would be faster."""
     if not on_gpu(stats):
         return reference.combine(stats, targets, scale, valid_vocab)
-    stats, targets, scale = stats.contiguous(), targets.contiguous(), scale.contiguous()
+    stats = stats.contiguous()
+    targets = targets.contiguous()
+    scale = scale.contiguous()
     out, addresses = new_rows(scale)
     with torch.cuda.device(stats.device):
         stream = torch.cuda.current_stream().cuda_stream

@@ -62,10 +62,19 @@ def _stats(
     tokens, columns = logits.shape
     if tokens == 0:
         return
-    logits, targets, scale = logits.contiguous(), targets.contiguous(), scale.contiguous()
+    logits = logits.contiguous()
+    targets = targets.contiguous()
+    scale = scale.contiguous()
     keep = logits if keep_mask is None else keep_mask.contiguous().view(torch.uint8)
     token_logprob_stats_kernel[(tokens,)](  # type: ignore[arg-type]
-        *(logits, targets, scale, keep, *out, columns, first, width),
+        logits,
+        targets,
+        scale,
+        keep,
+        *out,
+        columns,
+        first,
+        width,
         MASKED=keep_mask is not None,
         WHOLE=whole,
         BLOCK=BLOCK,
@@ -82,8 +91,13 @@ def combine(
     out = [torch.empty_like(scale) for _ in range(4)]
     if tokens:
         token_logprob_combine_kernel[(-(-tokens // ROWS),)](  # type: ignore[arg-type]
-            *(stats.contiguous(), targets.contiguous(), scale.contiguous(), *out),
-            *(len(stats), tokens, valid_vocab),
+            stats.contiguous(),
+            targets.contiguous(),
+            scale.contiguous(),
+            *out,
+            len(stats),
+            tokens,
+            valid_vocab,
             ROWS=ROWS,
             num_warps=ROWS // 32,  # type: ignore[call-arg]
         )
@@ -114,7 +128,13 @@ def grad(
     rows = (targets, scale, max, log_sum, entropy, grad_logprob, grad_entropy)
     keep = logits if keep_mask is None else keep_mask.contiguous().view(torch.uint8)
     token_logprob_grad_kernel[(tokens, -(-columns // BLOCK))](  # type: ignore[arg-type]
-        *(logits, *(row.contiguous() for row in rows), keep, out, columns, first, width),
+        logits,
+        *(row.contiguous() for row in rows),
+        keep,
+        out,
+        columns,
+        first,
+        width,
         MASKED=keep_mask is not None,
         BLOCK=BLOCK,
         num_warps=8,  # type: ignore[call-arg]
@@ -124,7 +144,8 @@ def grad(
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``, on every tensor-parallel rank."""
-    tp, model = plan.parallel.tp, dtype_of(plan.model.dtype)
+    tp = plan.parallel.tp
+    model = dtype_of(plan.model.dtype)
     columns = -(-plan.sizes.vocab_size // tp)
     dtypes = [torch.float32 if plan.logprob.head == "fused" else model]
     if plan.logprob.cache_bytes and model != torch.float32:

@@ -65,7 +65,8 @@ def token_logprob_stats_kernel(
         weighted = tl.where(above, e * (weighted + fall * total), weighted + e * fall)
         total = tl.where(above, e * total + own_one, total + e)
         top = rise
-    lane_top, top = top, tl.max(top, 0)
+    lane_top = top
+    top = tl.max(top, 0)
     fall = (lane_top - tl.where(top == -float("inf"), 0.0, top)) * rate
     e = tl.exp2(fall)
     weight = tl.sum(e * (weighted + tl.maximum(fall, VANISHES) * total), 0)
@@ -78,7 +79,7 @@ def token_logprob_stats_kernel(
     value = tl.load(logits + row + target, kept, other=-float("inf")).to(tl.float32)
     value = tl.where(mine, value, 0.0)
     if WHOLE:
-        _store_rows(*(out0, out1, out2, out3, t, top, sum, weight * LN2, value, own, mine, t >= 0))
+        _store_rows(out0, out1, out2, out3, t, top, sum, weight * LN2, value, own, mine, t >= 0)
     else:
         tl.store(out0 + t, top)
         tl.store(out1 + t, sum)
@@ -124,9 +125,7 @@ def token_logprob_combine_kernel(
         chosen += tl.load(at + 3 * T, inside, other=0.0)
     target = tl.load(targets + t, inside, other=0)
     known = (target >= 0) & (target < valid_vocab)
-    _store_rows(
-        *(logprob, entropy, max, log_sum, t, top, total, weighted, chosen, own, known, inside)
-    )
+    _store_rows(logprob, entropy, max, log_sum, t, top, total, weighted, chosen, own, known, inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW)

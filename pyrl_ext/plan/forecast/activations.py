@@ -44,9 +44,12 @@ class Layer(NamedTuple):
 
 def layer(plan: Plan, kind: LayerKind) -> Layer:
     """Bytes that a layer saves when nothing is recomputed."""
-    sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
+    sizes = plan.sizes
+    tp = plan.parallel.tp
+    each = DTYPE_BYTES[plan.model.dtype]
     sparse = kind.feed_forward == "moe"
-    heads, read = heads_of(plan), inputs_kept(plan, kind)
+    heads = heads_of(plan)
+    read = inputs_kept(plan, kind)
     narrow = adapters_kept(plan, kind)
     projections = core = core_inputs = 0.0
     if kind.mixer is not None:
@@ -99,7 +102,9 @@ class Narrow(NamedTuple):
 def adapters_kept(plan: Plan, kind: LayerKind) -> Narrow:
     """Bytes for a row of what the A of a layer's adapters make. Tensor-parallel ranks gather it
     where W is cut by rows, and have a part of it elsewhere."""
-    lora, attention, feed_forward = plan.lora, 0.0, 0.0
+    lora = plan.lora
+    attention = 0.0
+    feed_forward = 0.0
     if lora is None:
         return Narrow(attention, feed_forward)
     for each in adapted(plan.sizes, lora, kind):
@@ -127,7 +132,8 @@ def _latent_inputs(plan: Plan, read: Set[str]) -> int:
     sizes = plan.sizes
     if not isinstance(sizes, Latent):
         return 0
-    each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
+    each = DTYPE_BYTES[plan.model.dtype]
+    rank = sizes.kv_lora_rank
     kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
     kept += each * rank * ("latent" in read and not plan.gathers_latents)
     if sizes.q_lora_rank:
@@ -166,13 +172,14 @@ def _own_value(plan: Plan, heads: Heads) -> int:
 
 
 def takes_equal_shapes(plan: Plan) -> bool:
-    """Whether core attention batches sequences of equal length; otherwise it runs packed (thd)."""
+    """True if core attention batches sequences of equal length; otherwise it runs packed (thd)."""
     return plan.device == "cpu" or plan.model.dtype == "float32"
 
 
 def _core(plan: Plan, heads: Heads) -> float:
     """Queries, keys, values and output as the kernel reads them, and its log-sum-exps."""
-    each, cp = DTYPE_BYTES[plan.model.dtype], plan.parallel.dynamic_cp or plan.parallel.cp
+    each = DTYPE_BYTES[plan.model.dtype]
+    cp = plan.parallel.dynamic_cp or plan.parallel.cp
     # rank r of cp holds the zigzag chunks r and 2 cp - 1 - r of a sequence, which see r + 1 and
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
     seen = 1 if cp == 1 else cp + 0.5
@@ -199,8 +206,10 @@ def dispatched(plan: Plan) -> float:
 
 def _experts(plan: Plan, read: Set[str]) -> float:
     """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
-    sizes, parallel = plan.sizes, plan.parallel
-    each, experts = DTYPE_BYTES[plan.model.dtype], sizes.num_experts
+    sizes = plan.sizes
+    parallel = plan.parallel
+    each = DTYPE_BYTES[plan.model.dtype]
+    experts = sizes.num_experts
     # scores and probabilities; of the chosen pairs the row, its place among the row's and in the
     # map, and where a row's begin; the pairs themselves, unless they are replayed
     router = 8 * experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
@@ -227,7 +236,8 @@ class Kept(NamedTuple):
 
 def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     """The tensors that one microbatch saves in a model chunk, under the plan's recompute choice."""
-    hidden, tp = plan.sizes.hidden_size, plan.parallel.tp
+    hidden = plan.sizes.hidden_size
+    tp = plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
     kinds = plan.sizes.kinds_in(chunk)
     split = [_recomputed(plan, layer(plan, kind), kind) for kind in kinds]
@@ -273,7 +283,8 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
     interleaved, (pp - 1 - stage) * 2 + (vpp - 1) * pp passes plus one, pp microbatches of a chunk
     at a time.
     """
-    pp, vpp = plan.parallel.pp, plan.parallel.vpp_size
+    pp = plan.parallel.pp
+    vpp = plan.parallel.vpp_size
     most = -(-plan.samples_per_minibatch // plan.parallel.dp)
     if vpp == 1:
         return (min(pp - stage, most),)
@@ -299,7 +310,8 @@ def stage_activations(plan: Plan, stage: int) -> Kept:
 def attention_scratch(plan: Plan) -> float:
     """Temporary bytes for a row in the backward pass of core attention: gradients, and on a GPU a
     float32 sum for the queries, elsewhere a second copy ordered by sequence length."""
-    heads, each = heads_of(plan), DTYPE_BYTES[plan.model.dtype]
+    heads = heads_of(plan)
+    each = DTYPE_BYTES[plan.model.dtype]
     gradients = each * (heads.query + heads.key + max(heads.key, heads.value))
     return 2 * gradients if takes_equal_shapes(plan) else gradients + 4 * heads.query
 

@@ -1,4 +1,4 @@
-"""A run with engines apart, simulated event by event: who waits for whom, and for how long.
+"""A run with remote engines, simulated event by event: who waits for whom, and for how long.
 
 The trainer publishes the weights of a step, waits for its samples, trains on them, and begins the
 next step. Where it publishes beside its passes, it waits until it has gathered the weights, and for
@@ -52,7 +52,8 @@ class _Engine:
         self.running: list[tuple[float, int, _Request]] = []  # clock at the end of each
         self.waiting: deque[_Request] = deque()
         self.known: set[tuple[int, int]] = set()  # prompts in the cache, by (step, group)
-        self.open, self.stamp = False, 0
+        self.open = False
+        self.stamp = 0
         self.busy = self.ran = self.queued = 0.0  # seconds, and sequences times seconds
         self._number = count()
 
@@ -62,7 +63,8 @@ class _Engine:
 
     def advance(self, now: float) -> None:
         """Decode until `now`; `clock` counts the tokens of a sequence that always runs."""
-        passed, self.now = now - self.now, now
+        passed = now - self.now
+        self.now = now
         self.queued += passed * len(self.waiting)
         if self.running and (self.open or self.loop.pause == "finish"):
             self.busy += passed
@@ -135,7 +137,9 @@ class Simulation:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.now, self.version = loop, 0.0, -1
+        self.loop = loop
+        self.now = 0.0
+        self.version = -1
         self.engines = [_Engine(loop) for _ in range(loop.engines)]
         self.steps: list[Step] = []
         self.queued = self.readied = 0.0
@@ -148,7 +152,7 @@ class Simulation:
         self._look = LookAhead()
         self._began = self._published = 0.0
         self._training = self._draining = self._gathered = False
-        self._since: float | None = None  # that it trains beside a publish
+        self._since: float | None = None  # that it trains next to a publish
         # by step and number, that no step has taken; those of them that are complete
         self._groups: dict[int, dict[int, list[_Request]]] = {}
         self._complete: dict[int, list[list[_Request]]] = {}
@@ -171,7 +175,9 @@ class Simulation:
     # The trainer --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._began, self._training, self._gathered = self.now, False, False
+        self._began = self.now
+        self._training = False
+        self._gathered = False
         if self.loop.gather is None:
             self._halt()
         else:
@@ -179,7 +185,8 @@ class Simulation:
 
     def _go_on(self) -> None:
         """The trainer has what it publishes."""
-        self._gathered, self._published = True, self.now
+        self._gathered = True
+        self._published = self.now
         self._look_ahead()
         self._halt()
         self._train_if_ready()
@@ -190,7 +197,7 @@ class Simulation:
         self._end = self._look.end(*now, self._is_complete)
 
     def _is_complete(self, step: int) -> bool:
-        """Whether the groups of the steps from this one to `step` are all there."""
+        """True if the groups of the steps from this one to `step` are all there."""
         done = sum(len(groups) for of, groups in self._complete.items() if of <= step)
         return step < self._asked and done >= self.loop.keep * (step - self._step + 1)
 
@@ -232,7 +239,8 @@ class Simulation:
         self._train_if_ready()
 
     def _train_if_ready(self) -> None:
-        last, step = self._step - self.loop.carry, self._step
+        last = self._step - self.loop.carry
+        step = self._step
         groups = [each for of in range(last, step + 1) for each in self._complete.get(of, ())]
         resumed = self.version == self._step
         if self._training or not (resumed or self._gathered) or len(groups) < self.loop.keep:
@@ -266,7 +274,8 @@ class Simulation:
     # Requests -----------------------------------------------------------------------------------
 
     def _ask(self, step: int) -> None:
-        asked, carried = self.loop.groups(step), 0
+        asked = self.loop.groups(step)
+        carried = 0
         if self.loop.carry:
             left = sum(map(len, self._groups.values()))
             carried = max(0, left - self.loop.keep * (step - self._step))
@@ -351,11 +360,14 @@ class Simulation:
 
 def simulate(loop: Loop, measured: int = 6) -> Steady:
     """The mean of `measured` steps, after as many as the run takes to settle."""
-    run, settles = Simulation(loop), loop.ahead + 2 + SPARE * max(0, loop.ahead - 1)
+    run = Simulation(loop)
+    settles = loop.ahead + 2 + SPARE * max(0, loop.ahead - 1)
     run.run(settles)
-    before, busy = run.now, _sums(run)
+    before = run.now
+    busy = _sums(run)
     run.run(settles + measured)
-    seconds, steps = run.now - before, run.steps[-measured:]
+    seconds = run.now - before
+    steps = run.steps[-measured:]
     worked, ran, queued, readied = (
         (after - was) / seconds for after, was in zip(_sums(run), busy, strict=True)
     )

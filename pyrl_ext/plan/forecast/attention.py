@@ -43,11 +43,13 @@ def kv_heads(plan: Plan, tp: int) -> int:
 
 def heads_of(plan: Plan) -> Heads:
     """The part of attention that a tensor-parallel rank computes."""
-    sizes, tp = plan.sizes, plan.parallel.tp
+    sizes = plan.sizes
+    tp = plan.parallel.tp
     number = -(-sizes.num_attention_heads // tp)
     width, value = head_widths(sizes)
     if isinstance(sizes, Latent):  # keys and values are expanded to all heads
-        both, value = number * width, number * value
+        both = number * width
+        value = number * value
         return Heads(both, both, value, value, number, sizes.qk_rope_head_dim)
     shared = width * kv_heads(plan, tp)
     rotary = width if sizes.rotary_width else 0

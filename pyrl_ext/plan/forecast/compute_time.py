@@ -47,7 +47,8 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
 
     A round takes as long as its slowest bin, since routed experts make ranks wait for each other.
     """
-    plan, pp = run.plan, run.plan.parallel.pp
+    plan = run.plan
+    pp = run.plan.parallel.pp
     if plan.parallel.vpp_size > 1:  # interleaved schedules pad to whole rounds of pp microbatches
         rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
     slowest = [(each.cp, run.slowest(each)) for each in rounds]
@@ -110,7 +111,9 @@ class Passes:
 
     def __init__(self, plan: Plan, gpu: Gpu, quick: bool = False) -> None:
         """`quick`: use the closed form for a pipeline of equal passes instead of its schedule."""
-        self.plan, self.gpu, self.quick = plan, gpu, quick
+        self.plan = plan
+        self.gpu = gpu
+        self.quick = quick
         self._parts: dict[tuple, list[Part]] = {}
         self._rates: dict[tuple, tuple[float, ...]] = {}
         self._whole: dict[int, tuple[float, ...]] = {}
@@ -118,7 +121,9 @@ class Passes:
         self._kinds = {
             id(chunk): (
                 frozenset(Counter(kinds[layer] for layer in chunk.layers).items()),
-                *(chunk.mtp, chunk.embedding, chunk.loss),
+                chunk.mtp,
+                chunk.embedding,
+                chunk.loss,
             )
             for stage in plan.stages
             for chunk in stage
@@ -163,7 +168,7 @@ class Passes:
         return encoder.patches(parts * microbatches)
 
     def again(self, encoder: Encoder) -> bool:
-        """Whether an encoder computes its forward pass again in the backward pass."""
+        """True if an encoder computes its forward pass again in the backward pass."""
         return encoder.module.train and self.plan.model.recompute == "full"
 
     def pace(
@@ -181,7 +186,8 @@ class Passes:
         return theirs, ours
 
     def _ahead(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> Ahead:
-        patches, again = self.patches(encoder, microbatches, works), self.again(encoder)
+        patches = self.patches(encoder, microbatches, works)
+        again = self.again(encoder)
 
         def took(rank: int, chunk: int, microbatch: int) -> float:
             return encoder.seconds(self.gpu, patches, rank)
@@ -198,7 +204,9 @@ class Passes:
     ) -> float:
         """Seconds until the last rank has finished all (cp, bin), with an encoder if given: before
         the first stage, or inside it."""
-        stages, parallel, sizes = self.plan.stages, self.plan.parallel, self.plan.sizes
+        stages = self.plan.stages
+        parallel = self.plan.parallel
+        sizes = self.plan.sizes
 
         def took(work: Work) -> Callable[[int, int, int], float]:
             return lambda rank, chunk, number: self.seconds(
@@ -217,8 +225,11 @@ class Passes:
         rate = group_rate(self.gpu, self.plan.hardware.gpus_per_node, parallel.pp, apart)
         passes = [took(work) for work in works]
         slots = pipeline(
-            *(parallel.pp, parallel.vpp_size, len(rounds)),
-            *(passes[0], passes[1] if len(passes) > 1 else None),
+            parallel.pp,
+            parallel.vpp_size,
+            len(rounds),
+            passes[0],
+            passes[1] if len(passes) > 1 else None,
             sent / reached("ring", rate, "byte")[0],
             self._ahead(encoder, len(rounds), works) if encoder else None,
         )
@@ -241,7 +252,8 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
 def _products(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
-    each, ranks = chunk_flops(plan.sizes, chunk), plan.parallel.tp * cp
+    each = chunk_flops(plan.sizes, chunk)
+    ranks = plan.parallel.tp * cp
     dtype = "fp8" if plan.model.fp8 else plan.model.dtype
 
     def share(name: str, frozen: bool = plan.lora is not None) -> float:
@@ -249,7 +261,8 @@ def _products(
         one for the gradient of the input, and one for that of the weight unless it is frozen."""
         return (2 - frozen if work == "backward" else 1) / ranks + (name in again) / ranks
 
-    wide, plain = gpu.flops[dtype], gpu.flops[plan.model.dtype]
+    wide = gpu.flops[dtype]
+    plain = gpu.flops[plan.model.dtype]
     return [
         Part("projections", "FLOP", *reached("fp8" if plan.model.fp8 else "projections", wide),
              row=each.projections * share("projections")),
@@ -267,7 +280,8 @@ def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
     computed in the chunk, 8 if they are recomputed; 2 fewer without a gradient of the weight. A
     fused head scores only tokens with a loss, unless the loss function is the user's."""
     frozen = plan.lora is not None
-    how, rate = plan.logprob, reached("head", peak)
+    how = plan.logprob
+    rate = reached("head", peak)
     every = how.head == "logits" or work == "score" or ":" in plan.objective.loss
     columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
     logits = 2 * columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
@@ -287,7 +301,9 @@ def _memory(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
     """Memory traffic between matrix products, and of the weights."""
-    sizes, parallel, held = plan.sizes, plan.parallel, chunk_parameters(plan, chunk)
+    sizes = plan.sizes
+    parallel = plan.parallel
+    held = chunk_parameters(plan, chunk)
     each = DTYPE_BYTES[plan.model.dtype]
     kinds = plan.sizes.kinds_in(chunk)
     routers, dense = (sum(k.feed_forward == each for k in kinds) for each in ("moe", "mlp"))
@@ -317,8 +333,12 @@ def _exchanged(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
     """Bytes that a rank sends in a pass, by process group."""
-    parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.gpus_per_node
-    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
+    parallel = plan.parallel
+    sizes = plan.sizes
+    node = plan.hardware.gpus_per_node
+    tp = parallel.tp
+    ep = parallel.ep
+    etp = parallel.etp_size
     kinds = plan.sizes.kinds_in(chunk)
     layers = sum(kind.mixer == "attention" for kind in kinds)
     routers = sum(kind.feed_forward == "moe" for kind in kinds)

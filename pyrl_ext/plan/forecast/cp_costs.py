@@ -28,11 +28,14 @@ def costs_of(plan: Plan) -> Costs:
     if measured.token_seconds is not None:
         exchanges = tuple(Exchange(*each) for each in measured.exchanges) or (Exchange(1, 0, 0),)
         seconds = measured.token_seconds, measured.square_seconds, measured.launch_seconds
-        model, why = CostModel(*seconds, exchanges), "forward and backward passes as measured"
+        model = CostModel(*seconds, exchanges)
+        why = "forward and backward passes as measured"
         return Costs(model, "s", f"{why}, cp_cost")
-    gpu, samples = gpu_of(plan), step_samples(plan)
+    gpu = gpu_of(plan)
+    samples = step_samples(plan)
     scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
-    tp, pp = plan.parallel.tp, plan.parallel.pp
+    tp = plan.parallel.tp
+    pp = plan.parallel.pp
     if gpu is None:
         each = model_flops(plan.sizes, plan.num_mtp_layers)
         pair = 3 * each.attention / tp / pp
@@ -47,7 +50,9 @@ def costs_of(plan: Plan) -> Costs:
         return [sum(each) / pp for each in zip(*found, strict=True)]
 
     fixed, row, pair, head = rates(1)
-    alone, exchanges, size = row + head * scored, [], 2
+    alone = row + head * scored
+    exchanges = []
+    size = 2
     while size <= plan.parallel.dp * plan.parallel.cp:
         _, shared, _, shared_head = rates(size)
         received = shared + shared_head * scored - alone / size

@@ -14,9 +14,11 @@ def gather_parts(plan: Plan, gpu: Gpu, cp: int, work: Work, layers: int) -> list
     """Work of `layers` layers, because `cp` ranks share a sequence."""
     if not plan.gathers_latents:
         return [_sent(plan, gpu, cp, work, layers * _head_elements(plan))]
-    sizes, tp = plan.sizes, plan.parallel.tp
+    sizes = plan.sizes
+    tp = plan.parallel.tp
     assert isinstance(sizes, Latent)
-    both, others = sizes.kv_lora_rank + sizes.qk_rope_head_dim, (cp - 1) / cp
+    both = sizes.kv_lora_rank + sizes.qk_rope_head_dim
+    others = (cp - 1) / cp
     found = [_sent(plan, gpu, cp, work, layers * both / tp)]
     again = computed_again(plan) if work == "backward" else frozenset()
     if tp > 1:  # rows of the other ranks; the backward pass gathers latents once more

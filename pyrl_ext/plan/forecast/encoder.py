@@ -37,7 +37,7 @@ class Encoder:
 
     @property
     def shared(self) -> bool:
-        """Whether it runs on the ranks of the language model's first stage."""
+        """True if it runs on the ranks of the language model's first stage."""
         return self.module.ranks == "shared"
 
     @cached_property
@@ -65,8 +65,9 @@ class Encoder:
         return [tuple(range(end - n, end)) for n, end in zip(self.layers, ends, strict=True)]
 
     def besides(self, stage: int) -> list[str]:
-        """Parts of a stage beside its layers."""
-        first, last = stage == 0, stage == len(self.layers) - 1
+        """Parts of a stage next to its layers."""
+        first = stage == 0
+        last = stage == len(self.layers) - 1
         return ["patches"] * first + ["merger"] * last
 
     @property
@@ -86,7 +87,8 @@ class Encoder:
 
     def parameters(self, stage: int) -> Parameters:
         """Parameters of a stage: the first embeds patches, the last has the mergers."""
-        tower, hidden = self.tower, self.tower.hidden_size
+        tower = self.tower
+        hidden = self.tower.hidden_size
         total = Parameters()
         for _ in range(self.layers[stage]):
             total += _layer(tower)
@@ -118,13 +120,15 @@ class Encoder:
         """Bytes that a layer saves for a patch: two norms with their outputs, queries, keys and
         values before and after they are rotated, attention's output, and the feed-forward part's
         input and output."""
-        tower, each = self.tower, DTYPE_BYTES[self.plan.model.dtype]
+        tower = self.tower
+        each = DTYPE_BYTES[self.plan.model.dtype]
         split = 9 * tower.hidden_size + 2 * tower.intermediate_size
         return each * (4 * tower.hidden_size + split) / self.parallel.tp
 
     def activations(self, stage: int) -> float:
         """Bytes for a patch that a stage keeps of one microbatch for the backward pass."""
-        each, kept = DTYPE_BYTES[self.plan.model.dtype], self.saved * self.layers[stage]
+        each = DTYPE_BYTES[self.plan.model.dtype]
+        kept = self.saved * self.layers[stage]
         if self.plan.model.recompute == "full":
             kept = each * self.tower.hidden_size * self.layers[stage]
         if stage == len(self.layers) - 1:
@@ -145,12 +149,14 @@ class Encoder:
     def flops(self, stage: int) -> tuple[float, float]:
         """Operations of a forward pass for a patch: of matrix products, and of attention within
         images of the estimated size."""
-        tower, held = self.tower, self.layers[stage]
+        tower = self.tower
+        held = self.layers[stage]
         products = 2.0 * _matrices(tower) * held
         if stage == 0:
             products += 2 * self.tower.patch_width * tower.hidden_size
         if stage == len(self.layers) - 1:
-            wide, out = tower.hidden_size * tower.merge**2, self.plan.sizes.hidden_size
+            wide = tower.hidden_size * tower.merge**2
+            out = self.plan.sizes.hidden_size
             mergers = (1 + len(tower.deepstack)) * (wide * wide + wide * out)
             products += 2 * mergers / tower.merge**2
         scores = 4.0 * tower.hidden_size * self.plan.estimate.image_patches * held

@@ -15,19 +15,23 @@ from pyrl_ext.plan.phases import MEMORY_PHASES
 def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
     """A stage of an encoder: no optimizer state, gradients or saved activations where it is
     frozen. On ranks of the language model, names of the items tell whose they are."""
-    plan, module = encoder.plan, encoder.module
+    plan = encoder.plan
+    module = encoder.module
     of = f" of {encoder.name}" if encoder.shared else ""
-    count, patches = encoder.on_rank(stage), module.patches_per_microbatch
+    count = encoder.on_rank(stage)
+    patches = module.patches_per_microbatch
     yield from state_items(plan, count, count * module.train, encoder.stepped(stage), of)
     if module.train:
-        each, flying = encoder.activations(stage), encoder.in_flight(stage)
+        each = encoder.activations(stage)
+        flying = encoder.in_flight(stage)
         why = f"{patches:,} patches x {each:,.0f} bytes x {flying} microbatches in flight"
         held = math.ceil(patches * each * flying)
         yield Item(f"activations{of}", held, ("update",), why, exact=False)
     why = "as much as one layer saves for its backward pass"
     yield Item(f"forward pass{of}", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
     if stage == 0:
-        width, read = encoder.tower.patch_width, DTYPE_BYTES[plan.model.dtype]
+        width = encoder.tower.patch_width
+        read = DTYPE_BYTES[plan.model.dtype]
         why = f"{patches:,} patches x {width} numbers in 8 bits, and as they are read"
         yield Item("patches", patches * width * (1 + read), PASSES, why, exact=False)
         share = math.ceil(encoder.step_patches / encoder.parallel.dp)

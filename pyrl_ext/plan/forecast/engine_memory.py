@@ -45,8 +45,9 @@ class EngineMemory:
 
 def engine_memory(plan: Plan) -> EngineMemory | None:
     """Memory of each GPU of an engine; None where it is not vLLM's on GPUs of a known size, or
-    options of the engine change it. Engines apart have GPUs such as the trainer's."""
-    rollout, limit = plan.rollout, memory_limit(plan)
+    options of the engine change it. Remote engines have GPUs such as the trainer's."""
+    rollout = plan.rollout
+    limit = memory_limit(plan)
     if rollout.engine != "vllm" or plan.device != "cuda" or limit is None:
         return None
     if UNCOUNTED & rollout.engine_options.keys():

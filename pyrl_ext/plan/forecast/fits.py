@@ -74,7 +74,8 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
 
 def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
     """(bytes of the fullest rank after the change, the change of one key)."""
-    rollout, rows = plan.rollout, plan.batching.tokens_per_microbatch // 2
+    rollout = plan.rollout
+    rows = plan.batching.tokens_per_microbatch // 2
     changes: list[tuple[str, str, object]] = [
         ("optimizer", "distributed", True),
         ("model", "recompute", "full"),

@@ -57,8 +57,11 @@ def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
 
 
 def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
-    held, mixer = layer_parameters(sizes, kind), sizes.state_mixer
-    split, scan, pairs = held.tensor, 0.0, 0
+    held = layer_parameters(sizes, kind)
+    mixer = sizes.state_mixer
+    split = held.tensor
+    scan = 0.0
+    pairs = 0
     if kind.feed_forward == "moe":
         split += sizes.hidden_size * (sizes.num_experts + sizes.has_shared_expert_gate)
     if kind.mixer == "attention":

@@ -32,7 +32,7 @@ class Gpu:
 
 # Assumed: the rate at which one process writes to TCP sockets, to all receivers together [byte/s].
 TCP = 2.5e9
-# Assumed: the rate of a broadcast by NCCL to engines apart, piece by piece through host memory at
+# Assumed: the rate of a broadcast by NCCL to remote engines, piece by piece through host memory at
 # both ends [byte/s].
 BROADCAST = 10e9
 

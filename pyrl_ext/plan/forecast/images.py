@@ -14,7 +14,8 @@ def largest_image(plan: Plan) -> int | None:
 
     None where `model.tokenizer` is no local folder, or its preprocessor_config.json states none.
     """
-    folder, tower = plan.tokenizer_path, plan.sizes.vision
+    folder = plan.tokenizer_path
+    tower = plan.sizes.vision
     if folder is None or tower is None:
         return None
     try:
@@ -26,7 +27,7 @@ def largest_image(plan: Plan) -> int | None:
 
 
 def layers_of_first_chunk(plan: Plan) -> float:
-    """Decoder layers beside the embedding; infinity where none are placed, as another rule says."""
+    """Decoder layers next to the embedding; infinity where none are placed (another rule)."""
     try:
         return len(plan.stages[0][0].layers)
     except ValueError:

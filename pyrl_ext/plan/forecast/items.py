@@ -15,7 +15,8 @@ PASSES = ("logprobs", "update")
 
 # GPU memory that a process takes before it computes (CUDA's context, libraries and their
 # workspaces), and the buffers of one NCCL communicator. Assumed, not measured.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = GIB, GIB // 4
+CONTEXT_BYTES = GIB
+COMMUNICATOR_BYTES = GIB // 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
         else:
             yield Item(f"{name}{of}", held, MEMORY_PHASES, why)
     if on_host:
-        why, name = "16 bytes a parameter: weight, gradient and two moments in float32", "optimizer"
+        why = "16 bytes a parameter: weight, gradient and two moments in float32"
+        name = "optimizer"
         held = 16 * on_host
         yield Item(f"offloaded {name}{of}", held, MEMORY_PHASES, why, exact=False, host=True)
     if plan.objective.kl_coef > 0 and plan.lora is None:
@@ -89,5 +91,6 @@ def context(plan: Plan, rank: int) -> Iterator[Item]:
     yield Item("CUDA and NCCL", held, (START, *MEMORY_PHASES), why, exact=False)
     if suspended:
         why = f"assumed: 0.25 GiB for each of {suspended} NCCL communicators of the engine"
-        held, awake = suspended * COMMUNICATOR_BYTES, (START, *MEMORY_PHASES[:2])
+        held = suspended * COMMUNICATOR_BYTES
+        awake = (START, *MEMORY_PHASES[:2])
         yield Item("NCCL of the engine", held, awake, f"{why}, suspended in its sleep", exact=False)

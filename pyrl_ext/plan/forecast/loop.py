@@ -1,4 +1,4 @@
-"""The loop of a run with engines apart, and a step of it, in tokens and seconds."""
+"""The loop of a run with remote engines, and a step of it, in tokens and seconds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Steady:
     seconds: float
     train: float
     publish: float
-    """Seconds of a step in which the trainer publishes and does nothing beside it, with waiting for
+    """Seconds of a step in which the trainer only publishes, including its waiting for
     requests to finish."""
     wait: float
     """Seconds of a step in which the trainer waits for samples, or for engines to get what is

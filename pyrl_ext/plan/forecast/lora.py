@@ -16,7 +16,8 @@ from pyrl_ext.plan.plan import Plan
 
 def _adapted(plan: Plan, chunk: ModelChunk) -> Iterator[tuple[Linear, int, int]]:
     """(linear, its adapter's rank, how often a row passes one of its kind) of a chunk."""
-    sizes, lora = plan.sizes, plan.lora
+    sizes = plan.sizes
+    lora = plan.lora
     if lora is None:
         return
     for kind, number in Counter(sizes.kinds_in(chunk)).items():
@@ -53,7 +54,8 @@ def adapter_parts(
         products += times * passes * 2 * rank * through
     if not moved:
         return []
-    each, ranks = DTYPE_BYTES[plan.model.dtype], plan.parallel.tp * cp
+    each = DTYPE_BYTES[plan.model.dtype]
+    ranks = plan.parallel.tp * cp
     traffic = reached("memory", gpu.bandwidth, "byte")
     rate = reached("projections", gpu.flops[plan.model.dtype])
     if each * moved / traffic[0] > products / rate[0]:
@@ -66,7 +68,8 @@ def adapter_parts(
 
 def factor_numbers(plan: Plan) -> int:
     """Numbers in all factors that the engine may get: those of MTP layers it has no use for."""
-    sizes, lora = plan.sizes, plan.lora
+    sizes = plan.sizes
+    lora = plan.lora
     if lora is None:
         return 0
     kinds = Counter(sizes.layer_kinds)
@@ -81,7 +84,8 @@ def published_numbers(plan: Plan) -> int:
     """Numbers that a publish sends after the first one: of all weights, also where `Plan.sends_all`
     says so; of the adapters' factors; or of the weights that adapters change, for vLLM, which fuses
     them, of their whole layers."""
-    sizes, lora = plan.sizes, plan.lora
+    sizes = plan.sizes
+    lora = plan.lora
     total = parameters(sizes).total
     if plan.lora_publish == "adapter":
         return factor_numbers(plan) + total * plan.sends_all

@@ -104,7 +104,7 @@ def read_report(path: str, gpu: str | None) -> Measured:
 
 
 def is_kind(device: str, gpu: str) -> bool:
-    """Whether a device calls itself one of ``gpu``'s: ``NVIDIA H100 80GB HBM3`` is an H100. Data
+    """True if a device calls itself one of ``gpu``'s: ``NVIDIA H100 80GB HBM3`` is an H100. Data
     sheets are those of SXM parts."""
     return re.search(rf"\b{gpu}\b(?!.*\b(PCIe|NVL)\b)", device, re.IGNORECASE) is not None
 
@@ -134,7 +134,8 @@ def _rows(whole: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rate(file: Path, row: dict[str, Any], unit: str, peak: float) -> Rate:
-    numbers, name = row["numbers"], row["name"]
+    numbers = row["numbers"]
+    name = row["name"]
     rate = numbers.get("rate")
     if unit != numbers.get("unit") or numbers.get("dtype") != DTYPE:
         found = f"{numbers.get('unit')}, {numbers.get('dtype')}"

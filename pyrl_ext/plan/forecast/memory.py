@@ -69,7 +69,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Load:
-    """How many tokens a rank computes."""
+    """Number of tokens a rank computes."""
 
     rows: int
     """Padded rows of the largest microbatch on a rank."""
@@ -100,18 +100,21 @@ def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
     phases = MEMORY_PHASES if plan.has_rollouts else WITHOUT_ROLLOUTS
     if plan.shares_gpus:
         phases = START, *phases
-    module, load = "llm", load or Load.most(plan)
+    module = "llm"
+    load = load or Load.most(plan)
     if stage < plan.parallel.pp:
         found = _items(plan, stage, load)
     else:
         encoder, part = [*encoder_stages(plan)][stage - plan.parallel.pp]
-        module, found = encoder.name, encoder_items(encoder, part)
+        module = encoder.name
+        found = encoder_items(encoder, part)
     items = (replace(i, phases=tuple(p for p in i.phases if p in phases)) for i in found)
     return StageMemory(stage, tuple(item for item in items if item.phases), phases, module)
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
-    held, trained = held_on_rank(plan, stage), trained_of_stage(plan, stage)
+    held = held_on_rank(plan, stage)
+    trained = trained_of_stage(plan, stage)
     with_gradients = rank_parameters(plan, trained).total
     yield from state_items(plan, held, with_gradients, optimizer_parameters(plan, trained))
     if plan.model.fp8:
@@ -187,7 +190,8 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
 
     `rows`: of the microbatch; None: as many as the plan allows.
     """
-    how, depths = plan.logprob, 1 + plan.num_mtp_layers
+    how = plan.logprob
+    depths = 1 + plan.num_mtp_layers
     weight = DTYPE_BYTES[plan.model.dtype]
     columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
     logits = (rows or plan.batching.tokens_per_microbatch) * columns
@@ -196,7 +200,8 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
     # the float32 gradient overwrites the logits; products read a copy in the weights' dtype
     each = 4 if weight == 4 else 4 + weight
     gradient = 4 * columns * plan.sizes.hidden_size if how.loss_in_chunk else 0
-    chunk, cache = min(how.chunk_bytes, logits * each), min(how.cache_bytes, depths * logits * 2)
+    chunk = min(how.chunk_bytes, logits * each)
+    cache = min(how.cache_bytes, depths * logits * 2)
     return chunk + cache + gradient
 
 
@@ -204,19 +209,23 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     """Routed experts of this rank's layers: on the host those of its rows of the whole step; on the
     device those of the microbatch that computes (as sent, and gathered layer by layer) and those of
     the next one (as sent)."""
-    sizes, routers = plan.sizes, plan.router_layers
+    sizes = plan.sizes
+    routers = plan.router_layers
     if not (plan.replay.enabled and routers):
         return
     here = [routers.index(i) for chunk in plan.stages[stage] for i in chunk.layers if i in routers]
     if not here:
         return
-    each, parallel = sizes.route_bytes_per_token, plan.parallel
+    each = sizes.route_bytes_per_token
+    parallel = plan.parallel
     shared = parallel.world_size // parallel.pp
-    share, mine = -(-load.tokens // shared), each // len(routers) * len(here)
+    share = -(-load.tokens // shared)
+    mine = each // len(routers) * len(here)
     why = f"{mine} bytes of {len(here)} layers x {share:,} of {load.tokens:,} tokens"
     name = "routes of the batch"
     yield Item(name, mine * share, MEMORY_PHASES[1:], why, host=True, exact=shared == 1)
-    a_layer, rows = each // len(routers), -(-load.rows // plan.parallel.tp)
+    a_layer = each // len(routers)
+    rows = -(-load.rows // plan.parallel.tp)
     sent = a_layer * (max(here) + 1 - min(here)) + 9
     replay = plan.replay
     passes = [p for p, on in zip(PASSES, (replay.old or replay.reference, replay.train)) if on]
@@ -240,7 +249,7 @@ def _publish(plan: Plan) -> Item:
     if uses_buckets(plan):
         held += bucket
         why = f"a bucket, {why}"
-        if plan.rollout.engine == "vllm" and not (plan.rollout.gpus or plan.engines_apart):
+        if plan.rollout.engine == "vllm" and not (plan.rollout.gpus or plan.remote_engines):
             held += experts
             why += ", one layer's experts (vLLM keeps them until it has all)"
     if plan.transport == "servers":
@@ -266,17 +275,19 @@ def _copy_of_weights(plan: Plan) -> Item:
     """A sender keeps a copy of its part while engines get it and the trainer goes on."""
     whole = (published_numbers(plan) + encoder_parameters(plan)) * DTYPE_BYTES[plan.model.dtype]
     senders = plan.rollout.senders
-    why = f"what each of {senders} senders sends, copied: rollout.publish_beside"
+    why = f"what each of {senders} senders sends, copied: rollout.overlap_publish"
     phases = ("publish", *MEMORY_PHASES[1:3])
     return Item("published weights", whole // senders, phases, why, exact=False, host=True)
 
 
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     """The rollout engine, if it shares the trainer's devices."""
-    rollout, each = plan.rollout, DTYPE_BYTES[plan.rollout_dtype]
-    if plan.engines_apart:
+    rollout = plan.rollout
+    each = DTYPE_BYTES[plan.rollout_dtype]
+    if plan.remote_engines:
         return
-    always, loaded = (START, *MEMORY_PHASES), (START, *MEMORY_PHASES[:2])
+    always = (START, *MEMORY_PHASES)
+    loaded = (START, *MEMORY_PHASES[:2])
     weights = each * (parameters(plan.sizes).total + encoder_parameters(plan))
     factors = each * factor_numbers(plan) * (plan.lora_publish == "adapter")
     if rollout.engine == "hf":
@@ -288,7 +299,8 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
             yield Item("engine adapters", factors, while_awake, why)
         yield _embedded_cache(plan, load)
     elif rollout.engine == "vllm" and rollout.gpus is None:
-        limit, share = memory_limit(plan), rollout.gpu_memory_utilization
+        limit = memory_limit(plan)
+        share = rollout.gpu_memory_utilization
         held = (weights + factors) // rollout.tp
         why = f"{each} bytes a parameter / rollout.tp {rollout.tp}"
         if limit is None:

@@ -43,13 +43,15 @@ def parameters_of_stage(plan: Plan, stage: int) -> Parameters:
 def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """Parameters that one model chunk stores: a weight that two stages share is counted in each,
     and the vocabulary is padded to a multiple of tp."""
-    sizes, total = plan.sizes, Parameters()
+    sizes = plan.sizes
+    total = Parameters()
     each = layers(sizes)
     for index in chunk.layers:
         total += each[index]
     for _ in range(chunk.mtp):
         total += mtp_parameters(sizes)
-    tables, reads_tokens = 0, chunk.embedding or chunk.mtp > 0
+    tables = 0
+    reads_tokens = chunk.embedding or chunk.mtp > 0
     if reads_tokens:
         total += embedding_parameters(sizes)
         tables += 1

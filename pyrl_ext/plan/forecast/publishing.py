@@ -15,21 +15,24 @@ from pyrl_ext.plan.plan import Plan
 
 
 def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
-    """`rollout.senders` ranks send the weights to all engines apart, which then load them.
+    """`rollout.senders` ranks send the weights to all remote engines, which then load them.
 
     Args:
         gathering: seconds in which a sender gathers its part; it sends a bucket meanwhile
     """
-    total, senders = published_numbers(plan) + encoder_parameters(plan), plan.rollout.senders
+    total = published_numbers(plan) + encoder_parameters(plan)
+    senders = plan.rollout.senders
     whole = total * DTYPE_BYTES[plan.model.dtype]
     engines = plan.num_engines
     at_once = min(BROADCAST, gpu.network)
     if plan.rollout.transport == "broadcast":
-        sent, seconds = whole, whole / at_once
+        sent = whole
+        seconds = whole / at_once
         how = f"at once by NCCL, beside gathering; {at_once / 1e9:g} GB/s, assumed"
     else:
         relayed = engines > 1 and plan.rollout.relays(whole)
-        sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
+        sent = whole / senders * (1 if relayed else engines)
+        rate = min(TCP, gpu.network)
         # an engine takes from all of them at once, by the one adapter that its address has
         seconds = max(sent / rate, whole / gpu.network)
         how = (
@@ -48,7 +51,8 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
 
 def gathered(plan: Plan) -> tuple[int, int, int]:
     """Bytes of the largest tensor, of a layer's experts, and of the bucket that holds either."""
-    sizes, each = plan.sizes, DTYPE_BYTES[plan.model.dtype]
+    sizes = plan.sizes
+    each = DTYPE_BYTES[plan.model.dtype]
     largest = each * max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
     experts = each * max(layer.expert for layer in layers(sizes))
     bucket = max(plan.rollout.bucket_bytes, largest, experts)
@@ -60,7 +64,7 @@ def gathered(plan: Plan) -> tuple[int, int, int]:
 
 
 def uses_buckets(plan: Plan) -> bool:
-    """Whether a rank of the language model has to put tensors together, or to send them on."""
+    """True if a rank of the language model has to put tensors together, or to send them on."""
     sizes = plan.parallel
     split = max(sizes.tp, sizes.pp, sizes.ep, sizes.etp_size) > 1
     return split or len(plan.grids["llm"].ranks) < plan.world_size

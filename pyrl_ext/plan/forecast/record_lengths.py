@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
-MOST_BYTES, MOST_RECORDS = 16 << 20, 4096
+MOST_BYTES = 16 << 20
+MOST_RECORDS = 4096
 """The part of a file that is read: a plan answers in a second."""
 
 

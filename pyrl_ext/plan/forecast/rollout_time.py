@@ -20,9 +20,10 @@ from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
-# Assumed: fixed time of a layer beside memory traffic and FLOPs, in a CUDA graph and with kernels
+# Assumed: fixed time of a layer next to memory traffic and FLOPs, in a CUDA graph and with kernels
 # launched one by one.
-GRAPH_SECONDS, EAGER_SECONDS = 60e-6, 400e-6
+GRAPH_SECONDS = 60e-6
+EAGER_SECONDS = 400e-6
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Decoder:
     def prompts(self) -> tuple[int, ...]:
         """Lengths of the prompts that one engine reads."""
         groups = {i // self.plan.batching.samples_per_prompt for i in self._ids}
-        each, samples = self.plan.batching.samples_per_prompt, step_samples(self.plan)
+        each = self.plan.batching.samples_per_prompt
+        samples = step_samples(self.plan)
         return tuple(samples[group * each].prompt for group in sorted(groups))
 
     @cached_property
@@ -84,7 +86,8 @@ class Decoder:
     @cached_property
     def running(self) -> int:
         """Sequences that run at a time, bounded by the KV cache and the engine's limit."""
-        rollout, limit = self.plan.rollout, memory_limit(self.plan)
+        rollout = self.plan.rollout
+        limit = memory_limit(self.plan)
         if rollout.engine != "vllm" or limit is None:
             return self.plan.max_num_seqs
         towers = encoder_parameters(self.plan) * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
@@ -95,7 +98,8 @@ class Decoder:
     def used(self, sequences: int) -> float:
         """Share of the weights read when each of `sequences` decodes a token: experts that no token
         chooses are not read."""
-        sizes, counts = self.plan.sizes, self._parameters
+        sizes = self.plan.sizes
+        counts = self._parameters
         if not counts.expert:
             return 1.0
         missed = counts.expert * (1 - sizes.topk / sizes.num_experts) ** sequences
@@ -107,7 +111,7 @@ class Decoder:
 
     @property
     def layer_seconds(self) -> float:
-        """Fixed time of a layer for each token, beside memory traffic and FLOPs."""
+        """Fixed time of a layer for each token, next to memory traffic and FLOPs."""
         return GRAPH_SECONDS if self.plan.rollout.engine == "vllm" else EAGER_SECONDS
 
     def decode(self, sequences: int) -> tuple[float, float]:
@@ -153,7 +157,8 @@ def running_over_time(responses: tuple[int, ...], slots: int) -> list[tuple[int,
     """[(steps, running sequences)] in order; a waiting sequence starts as soon as one ends."""
     waiting = deque(responses)
     ends: list[int] = []
-    now, spans = 0, []
+    now = 0
+    spans = []
     while waiting or ends:
         while waiting and len(ends) < slots:
             heapq.heappush(ends, now + waiting.popleft())
@@ -169,8 +174,11 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     """Prefill once for each group, then decoding token by token."""
     if plan.rollout.engine not in ("hf", "vllm"):
         return []
-    engine, each = Decoder(plan, gpu), model_flops(plan.sizes)
-    samples, slots, prompts = engine.samples, engine.running, engine.prompts
+    engine = Decoder(plan, gpu)
+    each = model_flops(plan.sizes)
+    samples = engine.samples
+    slots = engine.running
+    prompts = engine.prompts
     rate, why = reached("projections", gpu.flops[plan.rollout_dtype])
     first = each.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / engine.tp
     _, how = reached("memory", gpu.bandwidth, "byte")

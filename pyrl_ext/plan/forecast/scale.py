@@ -31,11 +31,13 @@ WORLDS = (8, 64, 512, 4096)
 
 # Bytes of one row of a batch: on every stage, of a target (one more with every MTP layer), on the
 # last stage, and of a row that a router sees, besides top-k experts of every layer.
-TOKEN, TARGET = 4, 4 + 1
+TOKEN = 4
+TARGET = 4 + 1
 LOSS = {"log-prob of the engine": 4, "advantage": 4}
 ROUTE_MASK = 1
 KEPT_ID = 4  # of a kept set, and its size
-INDEX_BYTES, MTP_BYTES = 57, 4
+INDEX_BYTES = 57
+MTP_BYTES = 4
 """The numbers of one sample that all ranks know; with every MTP layer."""
 EXCHANGE_PARTS = 4
 """Messages of an owner to a rank, at most: `pack.exchange.PARTS`."""
@@ -43,7 +45,8 @@ OBJECT_BYTES = 24
 """A small pickled tuple in an all-gather, which also sends its size in 8 bytes."""
 METRICS = 13
 """Metrics of the loss, each a sum and a count in float64."""
-HEARTBEAT_KEYS, WATCHED = 2, 4
+HEARTBEAT_KEYS = 2
+WATCHED = 4
 """Keys that all ranks read, and ranks that each one watches, in `dist.heartbeat`."""
 
 
@@ -60,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def growth(self) -> Literal["no", "log", "yes"]:
-        """Whether the number grows with the ranks, at the largest numbers of them."""
+        """True if the number grows with the ranks, at the largest numbers of them."""
         known = [(w, v) for w, v in zip(WORLDS, self.values, strict=True) if v is not None]
         if len(known) < 2 or known[-1][1] <= known[-2][1] * 1.05:
             return "no"
@@ -81,7 +84,7 @@ class World:
 
     @classmethod
     def of(cls, plan: Plan, ranks: int, grows: bool, samples: Sequence[Sample]) -> World | None:
-        """`plan` with `ranks` ranks of the language model, and its encoders' beside them; None: the
+        """`plan` with `ranks` ranks of the language model and those of its encoders; None: the
         layout does not fit them.
 
         Args:
@@ -140,7 +143,7 @@ class World:
 
     @property
     def replays(self) -> bool:
-        """Whether rows have routes."""
+        """True if rows have routes."""
         return self.plan.replay.enabled and bool(self.plan.router_layers)
 
     # The batch ----------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class World:
     @property
     def generated_bytes(self) -> float:
         """Rows that this rank's engine generated, with the routes of all layers."""
-        engines = self.llm_ranks / (1 if self.plan.engines_apart else self.plan.rollout.tp)
+        engines = self.llm_ranks / (1 if self.plan.remote_engines else self.plan.rollout.tp)
         routed = ROUTE_MASK + self.route_bytes(len(self.plan.router_layers))
         loss = sum(LOSS.values()) + self.kept_bytes(1)
         return self.rows / engines * (self.token_bytes + loss + routed)
@@ -156,7 +159,7 @@ class World:
     def kept_bytes(self, tp: int) -> float:
         """A row's kept set, its size and ``top_k`` ids of which a shard has an equal part; a plan
         without ``top_k`` has a note."""
-        if not self.plan.trains_on_kept_sets:
+        if not self.plan.trains_on_sampling_mask:
             return 0.0
         return KEPT_ID + KEPT_ID * self.plan.rollout.top_k / tp
 
@@ -167,7 +170,8 @@ class World:
 
     def row_bytes(self, stage: int) -> float:
         """A row of a rank of a stage; its routers see a tensor-parallel part of the rows."""
-        routers, chunks = set(self.plan.router_layers), self.plan.stages[stage]
+        routers = set(self.plan.router_layers)
+        chunks = self.plan.stages[stage]
         layers = sum(layer in routers for chunk in chunks for layer in chunk.layers)
         routed = ROUTE_MASK + self.route_bytes(layers) if layers and self.replays else 0
         loss = sum(LOSS.values()) + self.kept_bytes(self.plan.parallel.tp)
@@ -249,7 +253,8 @@ class World:
     @property
     def gradient_messages(self) -> float:
         """A ring takes n - 1 steps each way, for dense parameters and for experts."""
-        minibatches, chunks = self.plan.batching.minibatches, self.plan.parallel.vpp_size
+        minibatches = self.plan.batching.minibatches
+        chunks = self.plan.parallel.vpp_size
         return 2 * minibatches * chunks * sum(n - 1 for _, n in self.reduced)
 
     @property
@@ -257,7 +262,8 @@ class World:
         """The part of the whole model that a rank does not hold itself."""
         if not self.plan.has_rollouts:
             return 0
-        whole, sent = parameters(self.plan.sizes).total, published_numbers(self.plan)
+        whole = parameters(self.plan.sizes).total
+        sent = published_numbers(self.plan)
         total = sent + encoder_parameters(self.plan)
         held = max(rank_parameters(self.plan, stage).total for stage in stage_parameters(self.plan))
         held = held * sent // whole
@@ -299,8 +305,10 @@ class World:
 
 
 BATCH, STEP, STORE, START = (
-    *("host memory of a rank", "sent by a rank in a step"),
-    *("the store, every second", "start-up of a rank"),
+    "host memory of a rank",
+    "sent by a rank in a step",
+    "the store, every second",
+    "start-up of a rank",
 )
 DICT_BYTES = 100
 """An entry in a dictionary of ranks, about."""

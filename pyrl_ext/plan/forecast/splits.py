@@ -1,4 +1,4 @@
-"""`--suggest 32xH200` with engines apart: GPUs for the trainer, for the engines, and steps ahead.
+"""`--suggest 32xH200` with remote engines: GPUs for the trainer, for the engines, and steps ahead.
 
 Splits by whole hosts are sorted by an estimate of what bounds a step: publishing, and the slower of
 training, taken to scale with GPUs, and generating with full engines. For the first that
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pyrl_ext.plan.compile import draft_of, load, refuse
-from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import GPUS
 from pyrl_ext.plan.forecast.loop import Steady
 from pyrl_ext.plan.forecast.publishing import engine_costs
+from pyrl_ext.plan.forecast.remote_engines import steady_states
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.suggest import Search, Suggestion, suggest
@@ -23,7 +23,8 @@ from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem
 from pyrl_ext.plan.plan import PartialPlan, Plan
 
-HOSTS, PER_HOST = ("rollout", "launch", "hosts"), ("rollout", "launch", "gpus")
+HOSTS = ("rollout", "launch", "hosts")
+PER_HOST = ("rollout", "launch", "gpus")
 AHEAD = ("rollout", "ahead")
 AHEADS = (0, 1, 2, 4)
 # The smallest value of rollout.ahead is taken whose step is at most so much longer than the best.
@@ -106,7 +107,8 @@ def _options(
     draft: PartialPlan, pinned: frozenset[Key], gpus: int, gpu: str
 ) -> Iterator[tuple[float, tuple[str, ...], int]]:
     """(seconds that bound a step, overrides, GPUs that generate) of every split."""
-    rollout, node = draft.rollout, draft.hardware.gpus_per_node
+    rollout = draft.rollout
+    node = draft.hardware.gpus_per_node
     machine = {("hardware", "gpu"): gpu}
     given = draft.changed(machine)
     time = step_time(given)

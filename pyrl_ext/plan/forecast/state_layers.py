@@ -21,7 +21,8 @@ def state_saved(plan: Plan) -> float:
     """Bytes that a mixer saves for a row on a rank, when nothing is recomputed: what the input
     projection makes, which convolution, scan and gate read; the convolution's output, which the
     scan reads; the scan's output; and the input of the output projection."""
-    mixer, tp = plan.sizes.state_mixer, plan.parallel.tp
+    mixer = plan.sizes.state_mixer
+    tp = plan.parallel.tp
     if mixer is None:
         return 0
     return DTYPE_BYTES[plan.model.dtype] * (mixer.inputs + mixer.convolved + 2 * mixer.inner) / tp
@@ -51,10 +52,12 @@ def state_exchange(
 ) -> list[Part]:
     """Context-parallel ranks exchange rows for heads before the convolution, and back behind the
     scan: an all-to-all each way, in which a rank sends what it has of its rows."""
-    mixer, number = plan.sizes.state_mixer, _state_layers(plan, chunk)
+    mixer = plan.sizes.state_mixer
+    number = _state_layers(plan, chunk)
     if mixer is None or not number:
         return []
-    parallel, times = plan.parallel, 1 + ("projections" in again)
+    parallel = plan.parallel
+    times = 1 + ("projections" in again)
     rows = DTYPE_BYTES[plan.model.dtype] * (mixer.inputs + mixer.inner) / parallel.tp / cp
     rate = group_rate(gpu, plan.hardware.gpus_per_node, cp, parallel.tp)
     row = number * times * rows * (cp - 1) / cp
@@ -64,7 +67,8 @@ def state_exchange(
 def state_bytes(plan: Plan, tp: int) -> int:
     """Bytes that an engine keeps for one sequence on each of its `tp` GPUs, however long it is:
     the state of every such layer, and the last inputs of its convolution."""
-    mixer, kinds = plan.sizes.state_mixer, plan.sizes.layer_kinds
+    mixer = plan.sizes.state_mixer
+    kinds = plan.sizes.layer_kinds
     if mixer is None:
         return 0
     taps = DTYPE_BYTES[plan.rollout_dtype] * mixer.convolved * (mixer.taps - 1)

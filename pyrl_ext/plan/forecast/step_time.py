@@ -124,7 +124,8 @@ def quick_seconds(plan: Plan) -> float:
     gpu = gpu_of(plan)
     if gpu is None:
         raise ValueError("quick_seconds: hardware.gpu is null, expected a GPU")
-    run, number = Passes(plan, gpu, quick=True), plan.batching.minibatches
+    run = Passes(plan, gpu, quick=True)
+    number = plan.batching.minibatches
     scored = sum(each.seconds for each in pass_costs(run, even_rounds(plan, 1), ["score"]))
     updates = sum(each.seconds for each in minibatch_costs(run, even_rounds(plan, number)))
     passes = plan.has_rollouts + (plan.objective.kl_coef > 0)
@@ -136,7 +137,8 @@ def update_flops(plan: Plan) -> float:
     same for each gradient that a product has, over the rows and causal pairs of the samples without
     padding."""
     samples = step_samples(plan)
-    rows, scored = sum(s.rows for s in samples), sum(s.response for s in samples)
+    rows = sum(s.rows for s in samples)
+    scored = sum(s.response for s in samples)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
     each = model_flops(plan.sizes, plan.num_mtp_layers)
     ours = 3 * each.of(rows, pairs, scored)
@@ -155,7 +157,8 @@ def _together(spent: Iterable[Spent]) -> Iterator[Spent]:
     for each in spent:
         old = totals.get(each.name)
         if old is not None:
-            amount, seconds = old.amount + each.amount, old.seconds + each.seconds
+            amount = old.amount + each.amount
+            seconds = old.seconds + each.seconds
             if each.unit == "%":
                 weighted = old.amount * old.seconds + each.amount * each.seconds
                 amount = weighted / seconds if seconds else 0.0
@@ -191,7 +194,8 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     after the first publish."""
     if plan.rollout.engine not in ("hf", "vllm"):
         return
-    whole, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
+    whole = parameters(plan.sizes).total
+    each = DTYPE_BYTES[plan.model.dtype]
     total = published_numbers(plan) + encoder_parameters(plan)
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
     held *= published_numbers(plan) / whole  # of what is sent as of the rest
@@ -202,7 +206,7 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     gathered = each * max(0.0, total / plan.rollout.senders - held)
     yield Spent.at("gather weights", gathered, "byte", rate, why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
-    if plan.engines_apart:
+    if plan.remote_engines:
         yield from engine_costs(plan, gpu, gathered / rate)
     elif plan.rollout.gpus is None:
         rate, why = reached("memory", gpu.bandwidth, "byte")
@@ -230,7 +234,8 @@ def _update(run: Passes) -> Iterator[Spent]:
 
 def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     """Forward and backward passes, and an optimizer step."""
-    plan, gpu = run.plan, run.gpu
+    plan = run.plan
+    gpu = run.gpu
     stages = range(plan.parallel.pp)
     held = [rank_parameters(plan, trained_of_stage(plan, stage)).total for stage in stages]
     held[0] += sum(each.on_rank(0) for each in _encoders_at(plan, 0))
@@ -248,7 +253,8 @@ def _image_rows(plan: Plan, gpu: Gpu, parts: int, back: bool = False) -> Iterato
     """Rows of images from the encoders' replicas to the shards that embed them: one of `parts` of a
     step's, and with `back` their gradients, if the encoder is trained."""
     for each in encoders(plan):
-        replicas, readers = each.parallel.dp, plan.parallel.dp * plan.parallel.cp * plan.parallel.tp
+        replicas = each.parallel.dp
+        readers = plan.parallel.dp * plan.parallel.cp * plan.parallel.tp
         rows = each.step_patches / each.tower.merge**2 / replicas / parts
         away = 1 - 1 / readers if each.shared else 1  # the rest stays on its rank
         ways = 2 if back and each.module.train else 1
@@ -282,7 +288,8 @@ def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]
 
     `last`: seconds of the last backward pass, which can hide the sums.
     """
-    parallel, node = plan.parallel, plan.hardware.gpus_per_node
+    parallel = plan.parallel
+    node = plan.hardware.gpus_per_node
     held = rank_parameters(plan, trained_of_stage(plan, stage))
     weight, (dense_copies, expert_copies) = DTYPE_BYTES[plan.model.dtype], copies(plan)
     summed = gathered = summing = gathering = 0.0
@@ -300,10 +307,13 @@ def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]
         share = (size - 1) / size
         sums = 4 * count * share * (1 if plan.optimizer.distributed else 2)
         back = weight * count * share * plan.optimizer.distributed
-        summed, gathered = summed + sums, gathered + back
-        summing, gathering = summing + sums / rate, gathering + back / rate
+        summed = summed + sums
+        gathered = gathered + back
+        summing = summing + sums / rate
+        gathering = gathering + back / rate
     if plan.optimizer.overlap_grad_reduce:
-        summing, why = max(0.0, summing - last), f"beyond the last backward pass; {why}"
+        summing = max(0.0, summing - last)
+        why = f"beyond the last backward pass; {why}"
     yield Spent("reduce gradients", summed, "byte", summing, f"float32; {why}")
     yield Spent("gather weights", gathered, "byte", gathering, why)
 
@@ -311,7 +321,8 @@ def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]
 def _optimizer(plan: Plan, gpu: Gpu, stage: int) -> Iterator[Spent]:
     """AdamW reads gradient, weight and two moments and writes the last three, in float32, and
     writes the model's weights. Before, gradients are set to zero and their norm is computed."""
-    weight, stored = DTYPE_BYTES[plan.model.dtype], trained_of_stage(plan, stage)
+    weight = DTYPE_BYTES[plan.model.dtype]
+    stored = trained_of_stage(plan, stage)
     encoding = _encoders_at(plan, stage)
     held = rank_parameters(plan, stored).total + sum(each.on_rank(0) for each in encoding)
     stepped = optimizer_parameters(plan, stored) + sum(each.stepped(0) for each in encoding)

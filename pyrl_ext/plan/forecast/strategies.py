@@ -75,7 +75,9 @@ class Comparison:
     """
 
     def __init__(self, plan: Plan, rows: Sequence[int], owners: Sequence[int]) -> None:
-        self.plan, self.rows, self.owners = plan, tuple(rows), tuple(owners)
+        self.plan = plan
+        self.rows = tuple(rows)
+        self.owners = tuple(owners)
         self.costs = costs_of(plan)
         groups = cp_groups(plan, self.costs.model)
         self.problem = groups.problem(self.rows)
@@ -85,7 +87,8 @@ class Comparison:
     @cached_property
     def fixed(self) -> CpSize:
         """The smallest size of groups, all equal, that takes the longest sample."""
-        longest, ranks = max(self.rows), self.problem.num_ranks
+        longest = max(self.rows)
+        ranks = self.problem.num_ranks
         return next(
             each
             for each in self._sizes.values()
@@ -132,7 +135,8 @@ class Comparison:
 
     def _dealt(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> tuple[Microbatch, ...]:
         """Bins as groups of the fixed size, and microbatches of padding as pipelines need them."""
-        size, ranks = self.fixed.size, self.problem.num_ranks
+        size = self.fixed.size
+        ranks = self.problem.num_ranks
         missing = -len(microbatches) % self.problem.multiple
         return tuple(
             tuple(
@@ -143,7 +147,10 @@ class Comparison:
         )
 
     def _priced(self, name: str, about: str, microbatches: tuple[Microbatch, ...]) -> Strategy:
-        times, work, shared, tokens = [], 0.0, 0, [0] * self.problem.num_ranks
+        times = []
+        work = 0.0
+        shared = 0
+        tokens = [0] * self.problem.num_ranks
         for groups in microbatches:
             times.append(tuple(self._seconds(group) for group in groups))
             for group, time in zip(groups, times[-1], strict=True):
@@ -153,9 +160,19 @@ class Comparison:
                     tokens[rank] += self._group_rows(group) // group.cp_size
         moved, away = self._moved(microbatches)
         return Strategy(
-            *(name, about, microbatches, tuple(times), self.problem.launch, work),
-            *(self.problem.num_ranks, sum(self.rows), sum(tokens), shared / sum(self.rows)),
-            *((min(tokens), max(tokens)), moved, away),
+            name,
+            about,
+            microbatches,
+            tuple(times),
+            self.problem.launch,
+            work,
+            self.problem.num_ranks,
+            sum(self.rows),
+            sum(tokens),
+            shared / sum(self.rows),
+            (min(tokens), max(tokens)),
+            moved,
+            away,
         )
 
     def _group_rows(self, group: Placed) -> int:
@@ -171,10 +188,13 @@ class Comparison:
 
     def _moved(self, microbatches: tuple[Microbatch, ...]) -> tuple[int, int]:
         """Bytes of rows on ranks that did not generate them, and of those from other hosts."""
-        plan, parallel = self.plan, self.plan.parallel
+        plan = self.plan
+        parallel = self.plan.parallel
         world = World(plan, ())
         rows = [world.row_bytes(stage) for stage in range(parallel.pp)]
-        grid, node, tp = parallel.dp * parallel.cp, plan.hardware.gpus_per_node, parallel.tp
+        grid = parallel.dp * parallel.cp
+        node = plan.hardware.gpus_per_node
+        tp = parallel.tp
         moved = away = 0.0
         for group in (group for groups in microbatches for group in groups):
             for stage, each in enumerate(rows):
@@ -182,7 +202,8 @@ class Comparison:
                 ranks = range(first, first + group.cp_size * tp)
                 hosts = [rank // node for rank in ranks]
                 for sample in group.samples:
-                    owner, part = self.owners[sample], each * self.rows[sample] / group.cp_size
+                    owner = self.owners[sample]
+                    part = each * self.rows[sample] / group.cp_size
                     moved += part * (len(ranks) - (owner in ranks))
                     away += part * sum(host != owner // node for host in hosts)
         return round(moved), round(away)

@@ -38,9 +38,12 @@ RANKS = tuple(("parallel", key) for key in ("dp", "tp", "pp", "vpp", "cp", "ep",
 SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
 LAYOUT = ("parallel", "pipeline_model_parallel_layout")
 TOKENS = ("batching", "tokens_per_microbatch")
-DISTRIBUTED, DYNAMIC = ("optimizer", "distributed"), ("parallel", "dynamic_cp")
-RECOMPUTE, OFFLOAD = ("model", "recompute"), ("rollout", "offload_trainer")
-GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
+DISTRIBUTED = ("optimizer", "distributed")
+DYNAMIC = ("parallel", "dynamic_cp")
+RECOMPUTE = ("model", "recompute")
+OFFLOAD = ("rollout", "offload_trainer")
+GPU = ("hardware", "gpu")
+MEMORY = ("hardware", "memory")
 
 # The rule of this key (whether it fits) depends on more than the layout, so it is checked apart.
 FIT_KEY = "hardware.gpu"
@@ -117,7 +120,8 @@ def suggest(
     draft = draft_of(source)
     refuse(source)
     given = _Given(draft, frozenset(source.overrides), gpus, gpu)
-    search, held = Search(0, given.room), []
+    search = Search(0, given.room)
+    held = []
     everywhere: Counter[tuple[str, str]] = Counter()
     for layout in given.layouts():
         progress(0.0)
@@ -169,7 +173,9 @@ def _try(
     full: set[int] = set()
     later: list[_Option] = []
     # the slowest that is wanted, and the fastest of every way to place encoders
-    total, worst, first = len(waiting), math.inf, {_way(layout): math.inf for layout in layouts}
+    total = len(waiting)
+    worst = math.inf
+    first = {_way(layout): math.inf for layout in layouts}
     while waiting and waiting[0][0] <= max(worst, *first.values(), 0.0):
         least, key, option = heapq.heappop(waiting)
         progress(1 - len(waiting) / total / 2)
@@ -209,13 +215,16 @@ class _Given:
     """The given plan, and its candidates on the wanted GPUs."""
 
     def __init__(self, draft: PartialPlan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
-        self.draft, self.pinned, self.gpus = draft, pinned, gpus
+        self.draft = draft
+        self.pinned = pinned
+        self.gpus = gpus
         self.machine: Values = {GPU: gpu}
         if draft.hardware.gpu != gpu:
             self.machine[MEMORY] = None  # the given value is of another GPU
         limit = memory_limit(self.plan({}))
         assert limit is not None, "candidates name a GPU"
-        self.limit, self.room = limit, int((1 - LEFT_FREE) * limit)
+        self.limit = limit
+        self.room = int((1 - LEFT_FREE) * limit)
 
     def value(self, key: Key) -> Any:
         """The value in the given plan."""
@@ -271,8 +280,10 @@ class _Given:
         """On the language model's ranks, or on its own: as many replicas as given, half and twice
         that; a node's, half and a quarter of it where it shared ranks before."""
         sizes: list[Key] = [("modules", name, "parallel", axis) for axis in ("dp", "tp", "pp")]
-        ranks, node = ("modules", name, "ranks"), self.draft.hardware.gpus_per_node
-        given, dp = self.value(ranks), self.value(sizes[0])
+        ranks = ("modules", name, "ranks")
+        node = self.draft.hardware.gpus_per_node
+        given = self.value(ranks)
+        dp = self.value(sizes[0])
         ways = self.choices(ranks, ["own", "shared"])
         if "shared" in ways and (given == "shared" or not self.pinned.intersection(sizes)):
             yield {ranks: "shared", **dict.fromkeys(sizes, 1)}
@@ -317,7 +328,7 @@ class _Given:
         that the trainer refuses, which is why optimizer.offload stays as given."""
         again = self.choices(RECOMPUTE, ["none", "selective", "full"])
         rollout = self.draft.rollout
-        beside = rollout.engine == "vllm" and not self.draft.engines_apart and not rollout.gpus
+        beside = rollout.engine == "vllm" and not self.draft.remote_engines and not rollout.gpus
         away = self.choices(OFFLOAD, [rollout.offload_trainer, *["all"] * beside])
         return [{OFFLOAD: what, RECOMPUTE: how} for what in away for how in again]
 
@@ -338,7 +349,8 @@ class _Given:
 
     def peak(self, values: Values) -> int:
         """Most bytes of the fullest rank; it stops at the first stage that does not fit."""
-        plan, most = self.plan(values), 0
+        plan = self.plan(values)
+        most = 0
         for stage in range(num_stages(plan)):
             most = max(most, memory_of(plan, stage).peak)
             if most > self.room:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 
 
 def size(number: int) -> str:
     """Bytes with a binary unit: 1.5 GiB."""
-    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    value = float(number)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
+        value = value / 1024
+        units = units[1:]
     return f"{value:.4g} {units[0]}"
 
 

@@ -50,7 +50,8 @@ def step_samples(plan: Plan) -> tuple[Sample, ...]:
     """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
     and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically. Without
     rollouts, quantiles of the records' lengths where these are known (`lengths_of`)."""
-    estimate, batching = plan.estimate, plan.batching
+    estimate = plan.estimate
+    batching = plan.batching
     if records := _records(plan):
         return _of_records(records, batching.samples or 1, plan.data.max_tokens)
     if plan.has_rollouts:
@@ -127,14 +128,16 @@ def step_rounds(plan: Plan) -> tuple[Round, ...]:
 
 def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
     """The rounds of every minibatch."""
-    samples, each = step_samples(plan), plan.samples_per_minibatch
+    samples = step_samples(plan)
+    each = plan.samples_per_minibatch
     parts = (samples[first : first + each] for first in range(0, plan.samples, each))
     return tuple(_rounds_of(plan, part) for part in parts)
 
 
 def even_rounds(plan: Plan, parts: int) -> tuple[Round, ...]:
     """Approximate rounds of one of `parts` equal minibatches: the fewest possible, all equal."""
-    parallel, samples = plan.parallel, step_samples(plan)
+    parallel = plan.parallel
+    samples = step_samples(plan)
     rows, pairs, scored = _totals(samples)
     ranks = parts * parallel.dp
     number = -(-rows // (ranks * parallel.cp * plan.batching.tokens_per_microbatch))
@@ -149,7 +152,8 @@ def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
 
 
 def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
-    parallel, limit = plan.parallel, plan.batching.tokens_per_microbatch
+    parallel = plan.parallel
+    limit = plan.batching.tokens_per_microbatch
     sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp
     return _rounds(samples, *sizes, limit, plan.tile_rows)
 

@@ -61,7 +61,7 @@ def fields_of(*key: str) -> dict[str, FieldInfo]:
 
 
 def field_key(key: Key) -> Key:
-    """The key of the field that `key` is, or lies in."""
+    """The key of the field that `key` is in."""
     return next((key[:n] for n in range(len(key), 0, -1) if fields_of(*key[: n - 1])), ())
 
 
@@ -118,7 +118,8 @@ def expectation(error: ErrorDetails) -> str:
 
 def _given(error: ErrorDetails) -> str:
     """The value that was given, with its type where that is what is wrong."""
-    kind, value = error["type"], error["input"]
+    kind = error["type"]
+    value = error["input"]
     if kind == "missing":
         return "missing"
     if kind.endswith("_type") and value is not None:
@@ -144,7 +145,8 @@ def suggest_path(key: Key) -> str | None:
     """Why `key` cannot be set from the command line, or None where it can."""
     if key == ("extends",):
         return None
-    around, name = ".".join(field_key(key)), ".".join(key)
+    around = ".".join(field_key(key))
+    name = ".".join(key)
     if (field := field_key(key))[-1] not in fields_of(*field[:-1]):
         return unknown(field)
     if (section := fields_of(*key)) and key not in (("replay",), ("objective",), ("lora",)):

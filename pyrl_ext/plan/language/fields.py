@@ -46,7 +46,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 @dataclass(frozen=True)
 class RelativePath:
-    """Marks text as a path that starts at the folder of the YAML file that says it."""
+    """Marks text as a path that starts at the folder of the YAML file that contains it."""
 
     or_hub_id: bool = False
     """owner/name of a model hub is meant where there is no such folder"""

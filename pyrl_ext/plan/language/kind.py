@@ -42,7 +42,8 @@ def check_kind(source: Source) -> set[Key]:
     rollouts = not (loss == "sft" or (path is not None and ":" in str(loss)))
     reader = "without rollouts (objective: sft)" if rollouts else "with rollouts"
     for key in WITHOUT_ROLLOUTS if rollouts else WITH_ROLLOUTS:
-        holder, name = sections.get(key[0], {}) if key[1:] else tree, key[-1]
+        holder = sections.get(key[0], {}) if key[1:] else tree
+        name = key[-1]
         if name in holder:
             value = holder.pop(name)
             shown = "set" if isinstance(value, dict) else show(value)

@@ -16,7 +16,7 @@ def path_beside(file: str, path: str) -> str:
 
 
 def is_hub_id(file: str, name: str) -> bool:
-    """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML file."""
+    """True if `name` is owner/name of a model hub: no such folder is next to the YAML file."""
     return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(path_beside(file, name))
 
 

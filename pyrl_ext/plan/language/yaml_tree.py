@@ -1,4 +1,4 @@
-"""A YAML file, its parents and its overrides as a plain tree that knows where every key stands."""
+"""A YAML file, its parents and its overrides as a plain tree that knows the line of every key."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def _merge(
     """Sections and options key by key, other values whole; adds what the child replaces."""
     merged = dict(parent)
     for name, value in child.items():
-        key, below = (*at, name), parent.get(name)
+        key = (*at, name)
+        below = parent.get(name)
         merges = kind_at(key) not in (None, Any) and key not in replaced and value
         if merges and isinstance(value, dict) and isinstance(below, dict):
             merged[name] = _merge(below, value, key, replaced)
@@ -229,7 +230,8 @@ def _compose(text: str, source: Source, override: str = "") -> Node | None:
         if "'\\t'" in message:
             message += ". Indent with spaces"
     except RecursionError:
-        line, message = 1, "nested too deeply, expected sections of plain values"
+        line = 1
+        message = "nested too deeply, expected sections of plain values"
     where = f"command line: {override}" if override else f"{source.path}:{line}"
     source.problems.append(Problem(where, 0 if override else line, message))
     return None

@@ -56,7 +56,8 @@ def plan_stages(
         ValueError: where the split does not place every layer once
     """
     written = _stages(parallel, num_layers, num_mtp_layers)
-    stages, placed = [], 0
+    stages = []
+    placed = 0
     for parts in written:
         layers = tuple(range(placed, placed + parts.count("t")))
         stages.append(ModelChunk("E" in parts, layers, parts.count("m"), "L" in parts))
@@ -91,7 +92,7 @@ def _stages(parallel: Parallel, num_layers: int, num_mtp_layers: int) -> list[st
 
 
 def remaining(parallel: Parallel, num_layers: int) -> tuple[int, int]:
-    """(layers, ranks) that are left beside a given first and last stage."""
+    """(layers, ranks) that are left next to a given first and last stage."""
     first = parallel.num_layers_in_first_pipeline_stage
     last = parallel.num_layers_in_last_pipeline_stage
     ranks = parallel.pp - (first is not None) - (last is not None)

@@ -55,9 +55,12 @@ def attention(sizes: ModelSizes) -> Parameters:
 
 
 def _grouped_query(sizes: GroupedQuery) -> Parameters:
-    hidden, width, heads = sizes.hidden_size, sizes.head_width, sizes.num_attention_heads
+    hidden = sizes.hidden_size
+    width = sizes.head_width
+    heads = sizes.num_attention_heads
     inputs = heads * (1 + sizes.has_output_gate) + 2 * sizes.num_key_value_heads
-    whole, split = 0, hidden * width * (inputs + heads)
+    whole = 0
+    split = hidden * width * (inputs + heads)
     if sizes.has_qk_norm:
         whole += 2 * width
     if sizes.attention_bias:
@@ -67,9 +70,11 @@ def _grouped_query(sizes: GroupedQuery) -> Parameters:
 
 
 def _latent(sizes: Latent) -> Parameters:
-    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    hidden = sizes.hidden_size
+    heads = sizes.num_attention_heads
     query = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
-    norms, split = sizes.kv_lora_rank, heads * sizes.v_head_dim * hidden
+    norms = sizes.kv_lora_rank
+    split = heads * sizes.v_head_dim * hidden
     split += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
     if sizes.q_lora_rank is None:
         split += hidden * query
@@ -125,7 +130,8 @@ def _mlp(sizes: ModelSizes, width: int) -> int:
 
 
 def _experts(sizes: ModelSizes) -> Parameters:
-    hidden, one = sizes.hidden_size, _mlp(sizes, sizes.moe_intermediate_size)
+    hidden = sizes.hidden_size
+    one = _mlp(sizes, sizes.moe_intermediate_size)
     return Parameters(
         replicated=hidden * (sizes.num_experts + sizes.has_shared_expert_gate),
         tensor=_mlp(sizes, sizes.shared_expert_width),

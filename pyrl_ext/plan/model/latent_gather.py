@@ -25,9 +25,11 @@ class Exchanged(NamedTuple):
 
     def __str__(self) -> str:
         if self.gathers_latents:
-            chosen, other = "latents", "keys and values of all heads"
+            chosen = "latents"
+            other = "keys and values of all heads"
         else:
-            chosen, other = "keys and values of all heads", "latents"
+            chosen = "keys and values of all heads"
+            other = "latents"
         return (
             f"context parallelism gathers {chosen}, {min(self):,} numbers a token and layer, and "
             f"not {other} ({max(self):,})"

@@ -19,7 +19,7 @@ class LayerKind(NamedTuple):
 
     @property
     def has_state(self) -> bool:
-        """Whether its mixer carries a state in place of keys and values."""
+        """True if its mixer carries a state in place of keys and values."""
         return self.mixer in ("gated_delta_net", "mamba")
 
     @property
@@ -27,7 +27,8 @@ class LayerKind(NamedTuple):
         return len(self) - self.count(None)
 
 
-DENSE, SPARSE = LayerKind("attention", "mlp"), LayerKind("attention", "moe")
+DENSE = LayerKind("attention", "mlp")
+SPARSE = LayerKind("attention", "moe")
 
 # The letters of megatron-core's hybrid models, whose layers have one block each
 LETTERS = {
@@ -67,7 +68,7 @@ class StateMixer:
     """The name of groups that context-parallel ranks may copy, where they are fewer than ranks."""
 
     def fits(self, tp: int, cp: int) -> bool:
-        """Whether tp ranks split its heads, and cp ranks those of each: a rank of a group computes
+        """True if tp ranks split its heads, and cp ranks those of each: a rank of a group computes
         whole sequences for a part of the heads."""
         if any(number % tp for number in self.heads.values()):
             return False
@@ -84,7 +85,9 @@ def gated_delta_net(
     """The mixer of Qwen3-Next, whose scan is the chunked delta rule: of keys with keys and with
     queries the triangle of a chunk, its inverse applied to keys and values, and three products
     with the state."""
-    keys, values, half = key_heads * key, value_heads * value, (chunk + 1) / 2
+    keys = key_heads * key
+    values = value_heads * value
+    half = (chunk + 1) / 2
     scan = 3 * key * value + half * (3 * key + 2 * value) + chunk**2 / 6
     return StateMixer(
         "gated_delta_net",
@@ -104,7 +107,9 @@ def gated_delta_net(
 def mamba(heads: int, width: int, groups: int, state: int, taps: int, chunk: int) -> StateMixer:
     """The mixer of Mamba-2, whose scan is the chunked state space dual: the triangle of a chunk for
     each group, the same with the inputs of each head, and two products with the state."""
-    inner, both, half = heads * width, 2 * groups * state, (chunk + 1) / 2
+    inner = heads * width
+    both = 2 * groups * state
+    half = (chunk + 1) / 2
     return StateMixer(
         "mamba",
         inputs=2 * inner + both + heads,

@@ -35,13 +35,13 @@ class Factor(NamedTuple):
     numbers: int
     """Numbers in each."""
     cut: bool
-    """Whether tensor-parallel ranks, of experts expert-tensor-parallel ranks, split it."""
+    """True if tensor-parallel ranks, of experts expert-tensor-parallel ranks, split it."""
     experts: int
     """Number of routed experts that have one each; 0: one in a layer."""
 
     @property
     def tensors(self) -> int:
-        """How many of them a layer has."""
+        """Number of of them a layer has."""
         return max(1, self.experts)
 
 
@@ -66,7 +66,8 @@ def linears(sizes: ModelSizes, kind: LayerKind) -> Iterator[Linear]:
 
 
 def _delta_net(sizes: ModelSizes) -> Iterator[Linear]:
-    mixer, hidden = sizes.state_mixer, sizes.hidden_size
+    mixer = sizes.state_mixer
+    hidden = sizes.hidden_size
     assert mixer is not None
     both = mixer.vectors  # a beta and a decay of each value head, whose bias and rate these are
     yield Linear("in_proj_qkvz", hidden, mixer.inputs - both, "rows", "attention")
@@ -75,7 +76,8 @@ def _delta_net(sizes: ModelSizes) -> Iterator[Linear]:
 
 
 def _mamba(sizes: ModelSizes) -> Iterator[Linear]:
-    mixer, hidden = sizes.state_mixer, sizes.hidden_size
+    mixer = sizes.state_mixer
+    hidden = sizes.hidden_size
     assert mixer is not None
     yield Linear("in_proj", hidden, mixer.inputs, "rows", "attention")
     yield Linear("out_proj", mixer.inner, hidden, "columns", "core")
@@ -83,8 +85,10 @@ def _mamba(sizes: ModelSizes) -> Iterator[Linear]:
 
 def _grouped_query(sizes: ModelSizes) -> Iterator[Linear]:
     assert isinstance(sizes, GroupedQuery)
-    hidden, width = sizes.hidden_size, sizes.head_width
-    heads, keys = sizes.num_attention_heads, sizes.num_key_value_heads
+    hidden = sizes.hidden_size
+    width = sizes.head_width
+    heads = sizes.num_attention_heads
+    keys = sizes.num_key_value_heads
     numbers = heads * (1 + sizes.has_output_gate), keys, keys
     for letter, number in zip("qkv", numbers, strict=True):
         yield Linear(f"{letter}_proj", hidden, number * width, "rows", "attention")
@@ -92,14 +96,17 @@ def _grouped_query(sizes: ModelSizes) -> Iterator[Linear]:
 
 
 def _latent(sizes: Latent) -> Iterator[Linear]:
-    hidden, heads, narrow = sizes.hidden_size, sizes.num_attention_heads, sizes.kv_lora_rank
+    hidden = sizes.hidden_size
+    heads = sizes.num_attention_heads
+    narrow = sizes.kv_lora_rank
     queries = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
     if sizes.q_lora_rank is None:
         yield Linear("q_proj", hidden, queries, "rows", "attention")
     else:
         yield Linear("q_a_proj", hidden, sizes.q_lora_rank, "whole", "attention")
         yield Linear("q_b_proj", sizes.q_lora_rank, queries, "rows", "query")
-    down, both = narrow + sizes.qk_rope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
+    down = narrow + sizes.qk_rope_head_dim
+    both = sizes.qk_nope_head_dim + sizes.v_head_dim
     yield Linear("kv_a_proj_with_mqa", hidden, down, "whole", "attention")
     yield Linear("kv_b_proj", narrow, heads * both, "rows", "latent")
     yield Linear("o_proj", heads * sizes.v_head_dim, hidden, "columns", "core")
@@ -126,7 +133,8 @@ def adapted(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> list[Linear]:
 def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[Factor]:
     """The factors of a layer's adapters."""
     for linear in adapted(sizes, lora, kind):
-        rank, experts = lora.rank_of(linear.experts > 0), linear.experts
+        rank = lora.rank_of(linear.experts > 0)
+        experts = linear.experts
         shared = experts > 0 and lora.experts == "shared_outer"
         outer = "B" if linear.cut == "columns" else "A"  # of experts, the one at the hidden size
         for letter, width in (("A", linear.inputs), ("B", linear.outputs)):
@@ -144,11 +152,13 @@ STATE_LINEARS = "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"
 
 def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
     """Adapters that the engine would leave out, or has no kernel for, each with the reason."""
-    lora, rollout = config.lora, config.rollout
+    lora = config.lora
+    rollout = config.rollout
     if lora is None:
         return []
     found = {each for kind in {*sizes.layer_kinds} for each in adapted(sizes, lora, kind)}
-    names, on_cpu = {each.name for each in found}, config.device == "cpu"
+    names = {each.name for each in found}
+    on_cpu = config.device == "cpu"
     experts = any(each.experts for each in found)
     states = sorted(names.intersection(STATE_LINEARS))
     apart = bool(rollout.servers or rollout.launch.hosts)

@@ -51,8 +51,11 @@ class Grid:
     @cached_property
     def axes(self) -> dict[str, tuple[int, int]]:
         """Axis -> (its size, the distance of neighbours on it), in the order of `Rank`."""
-        sizes, stage = self.parallel, self.parallel.world_size // self.parallel.pp
-        tp, ep, etp = sizes.tp, sizes.ep, sizes.etp_size
+        sizes = self.parallel
+        stage = self.parallel.world_size // self.parallel.pp
+        tp = sizes.tp
+        ep = sizes.ep
+        etp = sizes.etp_size
         dense = {"pp": (sizes.pp, stage), "dp": (sizes.dp, sizes.cp * tp), "cp": (sizes.cp, tp)}
         experts = {"edp": (stage // (ep * etp), ep * etp), "ep": (ep, etp), "etp": (etp, 1)}
         return dense | {"tp": (tp, 1)} | experts
@@ -69,7 +72,8 @@ class Grid:
 
     def group(self, rank: int, axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` alone, and itself; rising."""
-        place, group = self.place(rank)._asdict(), [rank]
+        place = self.place(rank)._asdict()
+        group = [rank]
         for axis in axes.split():
             size, stride = self.axes[axis]
             group = [r + (i - place[axis]) * stride for r in group for i in range(size)]

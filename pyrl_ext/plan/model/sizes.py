@@ -58,7 +58,7 @@ class ModelSizes(BaseModel, ABC):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     hidden_act: str = "silu"
-    # configs written by transformers 4 have the base beside rope_scaling, not in it
+    # configs written by transformers 4 have the base next to rope_scaling, not in it
     rope_parameters: dict[str, Any] | None = Field(
         None, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
     )
@@ -72,17 +72,17 @@ class ModelSizes(BaseModel, ABC):
     vision: Tower | None = Field(None, validation_alias="vision_config")
 
     has_output_bias: ClassVar[bool] = True
-    """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
+    """True if ``attention_bias`` means the output projection too, which the trainer cannot."""
     has_router_bias: ClassVar[bool] = False
-    """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
+    """True if routers have a bias that only chooses experts, and can be moved towards balance."""
     built_act: ClassVar[str] = "silu"
     """The activation that the trainer builds."""
     mlp_matrices: ClassVar[int] = 3
     """Matrices of an MLP or expert: gate, up and down; 2 without a gate."""
     has_output_gate: ClassVar[bool] = False
-    """Whether attention's output is gated by as many more outputs of the query projection."""
+    """True if attention's output is gated by as many more outputs of the query projection."""
     has_shared_expert_gate: ClassVar[bool] = False
-    """Whether a number of each token scales the output of the shared expert."""
+    """True if a number of each token scales the output of the shared expert."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
     """Rotary embeddings that the trainer builds."""
 

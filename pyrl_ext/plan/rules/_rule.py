@@ -47,7 +47,7 @@ def check(plan: Plan, rules: Iterable[tuple[str, Rule]] = RULES) -> Iterator[tup
 
 
 def changed(section: Section, name: str) -> bool:
-    """Whether the field `name` has another value than its default."""
+    """True if the field `name` has another value than its default."""
     field = type(section).model_fields[name]
     return getattr(section, name) != field.get_default(call_default_factory=True)
 
@@ -56,7 +56,7 @@ def changed(section: Section, name: str) -> bool:
 
 
 def relative(path: str) -> str:
-    """`path` as seen from the working directory, where it lies below it."""
+    """`path` as seen from the working directory, if it is below it."""
     shown = os.path.relpath(path)
     return path if shown.startswith("..") else shown
 

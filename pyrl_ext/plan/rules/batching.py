@@ -10,13 +10,15 @@ from pyrl_ext.schedule.alignment import alignment
 
 @rule("batching.minibatches")
 def whole_groups_in_a_minibatch(plan: Plan) -> Found:
-    key, why = _step_key(plan), "a minibatch holds whole groups"
+    key = _step_key(plan)
+    why = "a minibatch holds whole groups"
     return indivisible(plan.batching.minibatches, {key: getattr(plan.batching, key)}, why)
 
 
 @rule("batching.minibatches")
 def a_sample_for_every_replica(plan: Plan) -> Found:
-    samples, sizes = plan.samples_per_minibatch, plan.parallel
+    samples = plan.samples_per_minibatch
+    sizes = plan.parallel
     least = -(-sizes.dp * sizes.cp // (sizes.dynamic_cp or sizes.cp))  # ranks may share samples
     if samples < least:
         return (
@@ -39,7 +41,8 @@ def groups_have_a_spread(plan: Plan) -> Found:
 
 @rule("batching.tokens_per_microbatch")
 def longest_sample_fits(plan: Plan) -> Found:
-    parallel, budget = plan.parallel, plan.batching.tokens_per_microbatch
+    parallel = plan.parallel
+    budget = plan.batching.tokens_per_microbatch
     cp = parallel.dynamic_cp or parallel.cp  # of a microbatch that holds the longest sample
     unit = alignment(parallel.tp, cp, plan.tile_rows)
     rows = -(-plan.longest // unit) * unit
@@ -60,7 +63,8 @@ def _step_key(plan: Plan) -> str:
 
 def _longest(plan: Plan) -> tuple[str, str]:
     """(the tokens of the longest sample as its keys say them, the key that lowers them)."""
-    prompt, response = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+    prompt = plan.data.max_prompt_tokens
+    response = plan.rollout.max_new_tokens
     if not plan.has_rollouts:
         return f"data.max_tokens {plan.data.max_tokens}", "data.max_tokens"
     if plan.turns.environment is not None:
@@ -71,7 +75,8 @@ def _longest(plan: Plan) -> tuple[str, str]:
 
 @rule("data.max_tokens")
 def positions_suffice_for_records(plan: Plan) -> Found:
-    most, tokens = plan.sizes.max_position_embeddings, plan.data.max_tokens
+    most = plan.sizes.max_position_embeddings
+    tokens = plan.data.max_tokens
     if tokens > most:
         return f"{tokens}, expected at most max_position_embeddings {most} {in_config(plan)}"
 

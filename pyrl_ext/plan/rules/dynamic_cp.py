@@ -9,7 +9,8 @@ from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 @rule("parallel.dynamic_cp")
 def the_largest_size_is_that_of_a_group(plan: Plan) -> Found:
-    parallel, largest = plan.parallel, plan.parallel.dynamic_cp
+    parallel = plan.parallel
+    largest = plan.parallel.dynamic_cp
     ranks = parallel.dp * parallel.cp
     _, *sizes = cp_sizes(ranks, parallel.cp)
     if largest and largest not in sizes:
@@ -36,7 +37,8 @@ def measured_costs_are_complete(plan: Plan) -> Found:
 
 @rule("cp_cost.exchanges")
 def exchanges_reach_the_largest_group(plan: Plan) -> Found:
-    sizes, most = [each[0] for each in plan.cp_cost.exchanges], plan.parallel.dynamic_cp or 1
+    sizes = [each[0] for each in plan.cp_cost.exchanges]
+    most = plan.parallel.dynamic_cp or 1
     if sizes != sorted({*sizes}):
         return f"groups of {sizes} ranks, expected rising sizes; a group takes the first that fits"
     if plan.cp_cost.token_seconds is not None and most > max(sizes, default=1):

@@ -73,7 +73,7 @@ def logprobs_of_what_was_sampled(plan: Plan) -> Found:
 def truncation_is_accepted(plan: Plan) -> Found:
     rollout = plan.rollout
     on_gpu = rollout.engine == "vllm" and plan.device == "cuda"
-    if plan.trains_on_kept_sets and on_gpu and not rollout.top_k:
+    if plan.trains_on_sampling_mask and on_gpu and not rollout.top_k:
         return (
             f"false with engine vllm, top_p {rollout.top_p:g} and top_k 0, expected a top_k, as "
             "vLLM returns kept sets of bounded size only; without them the trainer would score "

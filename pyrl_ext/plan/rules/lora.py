@@ -75,7 +75,9 @@ def adapters_have_no_dropout(plan: Plan) -> Found:
 
 @rule("lora.experts")
 def adapters_of_experts_split_as_other_weights(plan: Plan) -> Found:
-    lora, tp, etp = plan.lora, plan.parallel.tp, plan.parallel.etp_size
+    lora = plan.lora
+    tp = plan.parallel.tp
+    etp = plan.parallel.etp_size
     if lora is not None and _adapts_experts(plan) and 1 < etp < tp:
         return (
             f"{lora.experts} with parallel.etp {etp} and tp {tp}, expected etp 1 "
@@ -86,7 +88,9 @@ def adapters_of_experts_split_as_other_weights(plan: Plan) -> Found:
 
 @rule("lora.targets")
 def queries_keys_and_values_have_adapters_together(plan: Plan) -> Found:
-    groups, tp, gated = plan.sizes.query_groups, plan.parallel.tp, plan.sizes.has_output_gate
+    groups = plan.sizes.query_groups
+    tp = plan.parallel.tp
+    gated = plan.sizes.has_output_gate
     if plan.lora is None or plan.lora.targets == "all" or groups is None:
         return None
     if tp <= groups and not gated:
@@ -110,7 +114,8 @@ def queries_keys_and_values_have_adapters_together(plan: Plan) -> Found:
 def ranks_of_experts_suit_grouped_products(plan: Plan) -> Found:
     if plan.lora is None or not _adapts_experts(plan):
         return None
-    rank, unit = plan.lora.rank_of(expert=True), ROW_BYTES // DTYPE_BYTES[plan.model.dtype]
+    rank = plan.lora.rank_of(expert=True)
+    unit = ROW_BYTES // DTYPE_BYTES[plan.model.dtype]
     if rank % unit:
         return (
             f"rank {rank} for routed experts in {plan.model.dtype}, expected a multiple of {unit}; "
@@ -121,7 +126,7 @@ def ranks_of_experts_suit_grouped_products(plan: Plan) -> Found:
 
 @rule("lora")
 def adapters_suit_the_trainer(plan: Plan) -> Found:
-    """Parts of the trainer that would train something else beside a frozen base."""
+    """Parts of the trainer that would train something else next to a frozen base."""
     if plan.lora is None:
         return
     rate = plan.model.router_bias_update_rate

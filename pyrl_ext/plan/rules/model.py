@@ -30,7 +30,8 @@ def mtp_layers_exist(plan: Plan) -> Found:
 @rule("model.offload_layers")
 def offloading_suits_megatron(plan: Plan) -> Found:
     """Combinations that megatron-core's TransformerConfig and TransformerBlock refuse."""
-    model, layers = plan.model, plan.sizes.num_hidden_layers
+    model = plan.model
+    layers = plan.sizes.num_hidden_layers
     reasons = {
         f"model.backend {model.backend}": model.backend != "te",
         f"parallel.pp {plan.parallel.pp}": plan.parallel.pp > 1,

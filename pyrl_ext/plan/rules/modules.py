@@ -1,4 +1,4 @@
-"""Encoders beside the language model: their names, ranks and microbatches."""
+"""Encoders next to the language model: their names, ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def the_family_has_the_modules(plan: Plan) -> Found:
 def encoders_suit_their_ranks(plan: Plan) -> Found:
     tower = plan.sizes.vision
     for name, module in plan.modules.items() if tower else ():
-        tp, pp = module.parallel.tp, module.parallel.pp
+        tp = module.parallel.tp
+        pp = module.parallel.pp
         assert tower is not None  # or there is nothing to go through
         if pp > tower.num_hidden_layers:
             rule = f"expected at most its {tower.num_hidden_layers} layers {in_config(plan)}"
@@ -30,13 +31,15 @@ def encoders_suit_their_ranks(plan: Plan) -> Found:
         why = "each of them is split over tensor-parallel ranks"
         if problem := indivisible(tp, wholes, why, in_config(plan)):
             yield f"{name}.parallel.tp", problem
-        first, node = plan.grids[name].first, plan.hardware.gpus_per_node
+        first = plan.grids[name].first
+        node = plan.hardware.gpus_per_node
         if plan.device == "cuda" and plan.world_size > node and (node % tp or first % tp):
             rule = (
                 f"expected a divisor of hardware.gpus_per_node {node} and of its first rank {first}"
             )
             yield f"{name}.parallel.tp", f"{tp}, {rule}; tensor-parallel ranks share a node"
-        limit, most = module.patches_per_microbatch, largest_image(plan) or 0
+        limit = module.patches_per_microbatch
+        most = largest_image(plan) or 0
         if limit < most:
             rule = f"expected at least {most}, the patches of the largest image that the processor"
             yield f"{name}.patches_per_microbatch", f"{limit}, {rule} makes; images are not split"
@@ -44,7 +47,8 @@ def encoders_suit_their_ranks(plan: Plan) -> Found:
 
 @rule("modules")
 def shared_ranks_are_arranged_by_the_language_model(plan: Plan) -> Found:
-    parallel, given = plan.parallel, ModuleParallel()
+    parallel = plan.parallel
+    given = ModuleParallel()
     for name, module in plan.modules.items():
         if module.ranks == "shared" and module.parallel != given:
             held = ", ".join(f"{axis} {size}" for axis, size in module.parallel if size > 1)

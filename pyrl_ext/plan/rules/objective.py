@@ -27,7 +27,8 @@ def parts_are_read(plan: Plan) -> Found:
     objective = plan.objective
     for key, losses in _READ_BY.items():
         if changed(objective, key) and objective.loss in LOSSES and objective.loss not in losses:
-            value, others = getattr(objective, key), ", ".join(losses)
+            value = getattr(objective, key)
+            others = ", ".join(losses)
             rule = f"expected it left out; only {others} reads it"
             yield key, f"{value} with loss {objective.loss}, {rule}"
     needs = {

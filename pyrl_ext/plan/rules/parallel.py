@@ -16,7 +16,8 @@ from pyrl_ext.plan.rules._rule import (
 
 @rule("parallel.tp")
 def the_model_splits_over_tp(plan: Plan) -> Found:
-    sizes, why = plan.sizes, "each of them is split over tensor-parallel ranks"
+    sizes = plan.sizes
+    why = "each of them is split over tensor-parallel ranks"
     states = sizes.state_mixer.heads if sizes.state_mixer else {}
     wholes = {"num_attention_heads": sizes.num_attention_heads, **states} | sizes.tp_widths
     heads = unfit_for_heads(plan, plan.parallel.tp, "a key/value head is whole on a rank")
@@ -25,7 +26,8 @@ def the_model_splits_over_tp(plan: Plan) -> Found:
 
 @rule("parallel.tp")
 def tensor_parallel_ranks_share_a_node(plan: Plan) -> Found:
-    node, parallel = plan.hardware.gpus_per_node, plan.parallel
+    node = plan.hardware.gpus_per_node
+    parallel = plan.parallel
     if plan.device == "cuda" and plan.world_size > node:
         why = "tensor-parallel ranks wait for each other in every layer, over a node's fast links"
         return indivisible(parallel.tp, {"hardware.gpus_per_node": node}, why)
@@ -33,7 +35,9 @@ def tensor_parallel_ranks_share_a_node(plan: Plan) -> Found:
 
 @rule("parallel")
 def nodes_are_whole(plan: Plan) -> Found:
-    node, parallel, world = plan.hardware.gpus_per_node, plan.parallel, plan.world_size
+    node = plan.hardware.gpus_per_node
+    parallel = plan.parallel
+    world = plan.world_size
     if plan.device == "cuda" and world > node and world % node:
         own = [grid for grid in plan.grids.values() if grid.first]
         more = "".join(f" + {len(grid.ranks)} of {grid.name}" for grid in own)
@@ -69,7 +73,8 @@ def expert_width_splits_over_etp(plan: Plan) -> Found:
 
 @rule("parallel.etp")
 def rows_of_experts_suit_grouped_products(plan: Plan) -> Found:
-    whole, etp = plan.sizes.moe_intermediate_size, plan.parallel.etp_size
+    whole = plan.sizes.moe_intermediate_size
+    etp = plan.parallel.etp_size
     unit = ROW_BYTES // DTYPE_BYTES[plan.model.dtype]
     if plan.model.backend == "local" and whole % etp == 0 and whole // etp % unit:
         return (
@@ -82,7 +87,8 @@ def rows_of_experts_suit_grouped_products(plan: Plan) -> Found:
 @rule("parallel.ep")
 def experts_fit_the_world(plan: Plan) -> Found:
     parallel = plan.parallel
-    stage, span = parallel.world_size // parallel.pp, parallel.ep * parallel.etp_size
+    stage = parallel.world_size // parallel.pp
+    span = parallel.ep * parallel.etp_size
     if stage % span:
         return (
             f"ep {parallel.ep} * etp {parallel.etp_size} = {span} does not divide the {stage} "

@@ -57,7 +57,7 @@ def _megatron_problem(plan: Plan, name: str) -> str | None:
     if name == "moe_enable_routing_replay":
         return (
             "expected it as replay; megatron-core would make its hooks and nobody would fill "
-            "them, so that no route is replayed and nothing says so. Use replay: on"
+            "them, so that no route would be replayed, silently. Use replay: on"
         )
     if key := groups["plan"].get(name):
         return f"expected it unset; the plan reads only {key}. Set that key instead"
@@ -96,7 +96,7 @@ def _engine_problem(plan: Plan, name: str) -> str | None:
     if reason := _reason(groups, name):
         return f"expected it left out; {reason}"
     if name in groups["without_routes"] and plan.replay.enabled:
-        return "expected it left out with replay on; vLLM returns no routes beside it"
+        return "expected it left out with replay on; vLLM returns no routes with it"
     return None
 
 

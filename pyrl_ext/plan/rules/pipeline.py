@@ -33,8 +33,10 @@ def one_way_to_split(plan: Plan) -> Found:
 
 @rule("parallel.pp")
 def layers_split_over_stages(plan: Plan) -> Found:
-    parallel, layers = plan.parallel, plan.sizes.num_hidden_layers
-    pp, vpp = parallel.pp, parallel.vpp_size
+    parallel = plan.parallel
+    layers = plan.sizes.num_hidden_layers
+    pp = parallel.pp
+    vpp = parallel.vpp_size
     counted = [key.split("_")[2] for key in split_keys(parallel)]
     slots = layers + len(counted)
     if is_split_by(parallel, "even") and slots % (pp * vpp):
@@ -50,7 +52,8 @@ def layers_split_over_stages(plan: Plan) -> Found:
 
 @rule("parallel.pp")
 def stage_counts_leave_equal_stages(plan: Plan) -> Found:
-    parallel, layers = plan.parallel, plan.sizes.num_hidden_layers
+    parallel = plan.parallel
+    layers = plan.sizes.num_hidden_layers
     if is_split_by(parallel, "counts") and not _others_are_equal(parallel, layers):
         left, ranks = remaining(parallel, layers)
         given = " and ".join(f"{key} {getattr(parallel, key)}" for key in split_keys(parallel))
@@ -64,7 +67,8 @@ def stage_counts_leave_equal_stages(plan: Plan) -> Found:
 
 @rule("parallel.vpp")
 def stage_counts_split_over_chunks(plan: Plan) -> Found:
-    parallel, vpp = plan.parallel, plan.parallel.vpp_size
+    parallel = plan.parallel
+    vpp = plan.parallel.vpp_size
     if not is_split_by(parallel, "counts"):
         return None
     counts = {key: getattr(parallel, key) for key in split_keys(parallel)}
@@ -93,7 +97,7 @@ def split_keys(parallel: Parallel) -> dict[str, str]:
 
 
 def is_split_by(parallel: Parallel, way: str) -> bool:
-    """Whether layers are split in this way and no other, over more than one stage."""
+    """True if layers are split in this way and no other, over more than one stage."""
     return parallel.pp > 1 and ({*split_keys(parallel).values()} or {"even"}) == {way}
 
 
@@ -120,7 +124,9 @@ def layout_problem(parallel: Parallel, num_layers: int, num_mtp_layers: int) -> 
             f"cannot read {' '.join(letters)} in {plain[:60]!r}, expected the letters E t m L in "
             "stages split by |. Write repeats as t*3 or (tt|)*2, up to 999, and no group in a group"
         )
-    stages, pp, vpp = plain.split("|"), parallel.pp, parallel.vpp_size
+    stages = plain.split("|")
+    pp = parallel.pp
+    vpp = parallel.vpp_size
     if len(stages) != pp * vpp:
         chunks, odd = divmod(len(stages), pp)
         advice = "" if odd else f". Use vpp {chunks if chunks > 1 else 'null'}"
@@ -142,7 +148,8 @@ def layout_problem(parallel: Parallel, num_layers: int, num_mtp_layers: int) -> 
 
 
 def _mtp_problem(stages: list[str], pp: int) -> str | None:
-    plain, holders = "".join(stages), [i for i, parts in enumerate(stages) if "m" in parts]
+    plain = "".join(stages)
+    holders = [i for i, parts in enumerate(stages) if "m" in parts]
     if holders and plain.rfind("t") > plain.find("m"):
         return "a t after m, expected every t first; multi-token prediction follows the decoder"
     if len(holders) > 1:

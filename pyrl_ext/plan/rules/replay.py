@@ -30,7 +30,8 @@ def recorded_routes_are_of_this_model(plan: Plan) -> Found:
             f"{shown} has no routes, expected them with replay on; the trainer's routers would "
             "choose on their own. Record with routes, or use replay: off"
         )
-    found, wanted = shapes["routes"][1:], [len(plan.router_layers), plan.sizes.topk]
+    found = shapes["routes"][1:]
+    wanted = [len(plan.router_layers), plan.sizes.topk]
     if found != wanted:
         of = " x ".join(map(str, found))
         return (

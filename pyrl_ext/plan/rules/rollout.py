@@ -30,7 +30,8 @@ VOCABULARY_UNIT = 64
 
 @rule("rollout.path")
 def recorded_samples_exist(plan: Plan) -> Found:
-    engine, path = plan.rollout.engine, plan.recorded_path
+    engine = plan.rollout.engine
+    path = plan.recorded_path
     if engine == "recorded" and path is None:
         return "null with engine recorded, expected the recorded samples"
     if engine != "recorded" and path is not None:
@@ -62,7 +63,8 @@ def the_engine_runs_the_family(plan: Plan) -> Found:
 
 @rule("rollout.gpus")
 def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
-    rollout, ranks = plan.rollout, plan.parallel.world_size
+    rollout = plan.rollout
+    ranks = plan.parallel.world_size
     if rollout.gpus is None or rollout.engine != "vllm":
         return
     if rollout.sleep and "sleep" in rollout.model_fields_set:
@@ -87,9 +89,11 @@ def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
 
 @rule("rollout.transport")
 def weights_can_reach_the_engine(plan: Plan) -> Found:
-    rollout, shared = plan.rollout, plan.rollout.gpus is None
-    way, on_cpu = rollout.transport, plan.device == "cpu"
-    if rollout.engine == "recorded" or plan.engines_apart:
+    rollout = plan.rollout
+    shared = plan.rollout.gpus is None
+    way = rollout.transport
+    on_cpu = plan.device == "cpu"
+    if rollout.engine == "recorded" or plan.remote_engines:
         return None
     if way == "inprocess" and not shared:
         return (
@@ -120,7 +124,8 @@ def the_trainer_has_a_device_to_leave(plan: Plan) -> Found:
 
 @rule("rollout.tp")
 def the_model_splits_over_an_engine(plan: Plan) -> Found:
-    sizes, rollout = plan.sizes, plan.rollout
+    sizes = plan.sizes
+    rollout = plan.rollout
     vocabulary = -(-sizes.vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT
     wholes = {
         "num_attention_heads": sizes.num_attention_heads,
@@ -140,11 +145,12 @@ def the_model_splits_over_an_engine(plan: Plan) -> Found:
 
 @rule("rollout.tp")
 def engines_fill_their_gpus(plan: Plan) -> Found:
-    rollout, node = plan.rollout, plan.hardware.gpus_per_node
+    rollout = plan.rollout
+    node = plan.hardware.gpus_per_node
     if rollout.engine != "vllm":
         return None
     wholes = {"rollout.gpus": rollout.gpus or 0}
-    if plan.engines_apart:
+    if plan.remote_engines:
         wholes = {"rollout.launch.gpus": rollout.launch.gpus if rollout.launch.hosts else node}
     elif rollout.gpus is None:
         wholes = {"the language model's ranks": plan.parallel.world_size}

@@ -1,4 +1,4 @@
-"""Engines that run apart from the trainer, and training while they generate."""
+"""Remote engines, and training while they generate."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 
 LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
-# Keys that only engines apart read; those that only training while they generate reads.
+# Keys that only remote engines read; those that only training while they generate reads.
 APART = (
-    *("min_servers", "senders", "relay_bytes", "keys", "request_timeout", "publish_timeout"),
+    "min_servers",
+    "senders",
+    "relay_bytes",
+    "keys",
+    "request_timeout",
+    "publish_timeout",
     "pause",
 )
-AHEAD = ("second_span_routes", "too_old", "publish_beside")
+AHEAD = ("second_span_routes", "too_old", "overlap_publish")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
 
 
 @rule("rollout")
-def engines_apart_share_nothing_with_the_trainer(plan: Plan) -> Found:
+def remote_engines_share_nothing_with_the_trainer(plan: Plan) -> Found:
     rollout = plan.rollout
-    if not plan.engines_apart:
+    if not plan.remote_engines:
         return
     if rollout.servers and rollout.launch.hosts:
         yield (
@@ -34,28 +39,29 @@ def engines_apart_share_nothing_with_the_trainer(plan: Plan) -> Found:
             "servers that run, or hosts on which they are started",
         )
     if rollout.engine not in ("hf", "vllm"):
-        yield "engine", f"{rollout.engine} with engines apart, expected hf or vllm; they generate"
+        yield "engine", f"{rollout.engine} with remote engines, expected hf or vllm; they generate"
     for name, rule_ in BESIDE.items():
         asked = rollout.sleep and "sleep" in rollout.model_fields_set
         if asked if name == "sleep" else changed(rollout, name):
             yield (
                 name,
-                f"{show(getattr(rollout, name))} with engines apart, expected {rule_}; they share "
+                f"{show(getattr(rollout, name))} with remote engines, expected {rule_}; they share "
                 "no GPU with the trainer, and take weights over the network",
             )
     if rollout.transport not in ("auto", "broadcast"):
         yield (
             "transport",
-            f"{rollout.transport} with engines apart, expected auto (TCP) or broadcast; they share "
-            "no memory with the trainer",
+            f"{rollout.transport} with remote engines, expected auto (TCP) or broadcast; they "
+            "share no memory with the trainer",
         )
 
 
 @rule("rollout")
-def engines_apart_read_what_is_set(plan: Plan) -> Found:
-    rollout, why = plan.rollout, "only engines apart (rollout.servers, rollout.launch) read it"
-    unread = () if plan.engines_apart else APART
-    if not plan.engines_apart and rollout.engine != "recorded":
+def remote_engines_read_what_is_set(plan: Plan) -> Found:
+    rollout = plan.rollout
+    why = "only remote engines (rollout.servers, rollout.launch) read it"
+    unread = () if plan.remote_engines else APART
+    if not plan.remote_engines and rollout.engine != "recorded":
         unread = (*unread, "ahead")
     for name in filter(lambda name: changed(rollout, name), unread):
         yield name, f"{show(getattr(rollout, name))}, expected it left out; {why}"
@@ -76,26 +82,26 @@ def steps_ahead_know_their_prompts(plan: Plan) -> Found:
 
 
 @rule("rollout")
-def engines_apart_return_what_is_trained_on(plan: Plan) -> Found:
-    if not plan.engines_apart:
+def remote_engines_return_what_is_trained_on(plan: Plan) -> Found:
+    if not plan.remote_engines:
         return
     if plan.modules:
         yield (
             "servers" if plan.rollout.servers else "launch",
-            "engines apart with modules, expected a model of text alone; requests carry tokens, "
-            "no images. Use engines beside the trainer's ranks",
+            "remote engines with modules, expected a model of text alone; requests carry tokens, "
+            "no images. Use colocated engines",
         )
-    if plan.trains_on_kept_sets:
+    if plan.trains_on_sampling_mask:
         yield (
             "top_p" if plan.rollout.top_p < 1 else "top_k",
-            "trained on the tokens that it keeps, with engines apart, expected "
-            "rollout.accept_truncated_sampling, top_p 1 and top_k 0, or engines beside the "
-            "trainer's ranks; servers do not return these tokens",
+            "trained on the tokens that it keeps, with remote engines, expected "
+            "rollout.accept_truncated_sampling, top_p 1 and top_k 0, or colocated "
+            "engines; servers do not return these tokens",
         )
 
 
 @rule("rollout")
-def engines_apart_have_addresses(plan: Plan) -> Found:
+def remote_engines_have_addresses(plan: Plan) -> Found:
     key = "servers" if plan.rollout.servers else "launch"
     twice = [each for each, times in Counter(plan.addresses).items() if times > 1]
     if twice:
@@ -114,22 +120,24 @@ def engines_apart_have_addresses(plan: Plan) -> Found:
 
 @rule("rollout.min_servers")
 def enough_engines_are_there_to_begin_with(plan: Plan) -> Found:
-    least, there = plan.rollout.min_servers, len(plan.addresses)
-    if plan.engines_apart and least > there:
+    least = plan.rollout.min_servers
+    there = len(plan.addresses)
+    if plan.remote_engines and least > there:
         return f"{least}, expected at most {there}, the number of engines; no run would begin"
 
 
 @rule("rollout.senders")
 def each_sender_is_another_rank(plan: Plan) -> Found:
-    asked, ranks = plan.rollout.senders, plan.parallel.world_size
-    if plan.engines_apart and asked > ranks:
+    asked = plan.rollout.senders
+    ranks = plan.parallel.world_size
+    if plan.remote_engines and asked > ranks:
         return f"{asked}, expected at most {ranks}, the number of ranks; each sends a part"
 
 
 @rule("rollout")
-def one_rank_broadcasts_to_engines_apart(plan: Plan) -> Found:
+def one_rank_broadcasts_to_remote_engines(plan: Plan) -> Found:
     rollout = plan.rollout
-    if not plan.engines_apart or rollout.transport != "broadcast":
+    if not plan.remote_engines or rollout.transport != "broadcast":
         return
     if rollout.senders > 1:
         yield (

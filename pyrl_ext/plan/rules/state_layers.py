@@ -10,7 +10,8 @@ from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 def _unfit(plan: Plan, sizes: list[int], ranks: int) -> str | None:
     """The problem that groups of some of these `sizes` cannot share the heads of a mixer."""
-    mixer, tp = plan.sizes.state_mixer, plan.parallel.tp
+    mixer = plan.sizes.state_mixer
+    tp = plan.parallel.tp
     if mixer is None or not mixer.fits(tp, 1) or all(mixer.fits(tp, size) for size in sizes):
         return None
     heads = ", ".join(f"{name} {number}" for name, number in mixer.heads.items())
@@ -40,7 +41,8 @@ def heads_with_states_split_over_every_group(plan: Plan) -> Found:
 
 @rule("model")
 def features_know_layers_with_states(plan: Plan) -> Found:
-    mixer, model = plan.sizes.state_mixer, plan.model
+    mixer = plan.sizes.state_mixer
+    model = plan.model
     if mixer is None:
         return
     mtp = model.mtp and mixer.name == "mamba"
@@ -65,10 +67,12 @@ def adapters_know_the_projections_of_delta_nets(plan: Plan) -> Found:
 
 @rule("rollout.engine")
 def vllm_for_cpus_has_kernels_for_the_states(plan: Plan) -> Found:
-    sizes, dtype = plan.sizes, plan.rollout_dtype
+    sizes = plan.sizes
+    dtype = plan.rollout_dtype
     if plan.rollout.engine != "vllm" or plan.device != "cpu" or not isinstance(sizes, DeltaNets):
         return None
-    key, value = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+    key = sizes.linear_key_head_dim
+    value = sizes.linear_value_head_dim
     if dtype == "bfloat16" and key == value and key in (64, 128):
         return None
     return (

@@ -25,7 +25,8 @@ PACKAGES = {
     "mamba": (CONV, Package("mamba_ssm", "mamba-ssm", "2.3.2.post1")),
 }
 # a row's channels in whole 16 bytes; fla's keys
-TILE, WIDEST = 8, 256
+TILE = 8
+WIDEST = 256
 
 
 def install(mixer: str) -> str:
@@ -70,7 +71,8 @@ def state_problems(plan: Plan) -> list[str]:
 
 @rule("kernels.backend")
 def operators_with_states_are_of_packages(plan: Plan) -> Found:
-    mixer, backend = plan.sizes.state_mixer, plan.kernels.backend
+    mixer = plan.sizes.state_mixer
+    backend = plan.kernels.backend
     if mixer is not None and plan.device == "cuda" and backend != "auto":
         names = ", ".join(each.module for each in PACKAGES[mixer.name])
         return (

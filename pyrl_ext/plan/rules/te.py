@@ -13,12 +13,14 @@ from pyrl_ext.plan.rules._rule import Found, choice, in_config, rule
 from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 # megatron-core 0.19.2 asks for 2.14 at most; a later major version may move what it imports
-OLDEST, TOO_NEW = (2, 14), (3, 0)
+OLDEST = (2, 14)
+TOO_NEW = (3, 0)
 MXFP8_TARGET = 100
-HEAD_TILE, WIDEST_HEAD = 8, 256
+HEAD_TILE = 8
+WIDEST_HEAD = 256
 INSTALL = (
     "CUDA_HOME=/usr/local/cuda pip install --no-build-isolation "
-    "'transformer-engine[pytorch,core_cu13]==2.20.2' (make te, in a checkout)"
+    "'transformer-engine[pytorch,core_cu13]==2.20.2' (make .venv/.te, in a checkout)"
 )
 
 
@@ -130,11 +132,13 @@ def the_gpu_has_fp8(plan: Plan) -> Found:
 
 @rule("model.fp8")
 def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
-    sizes, tp = plan.sizes, plan.parallel.tp
+    sizes = plan.sizes
+    tp = plan.parallel.tp
     parts = {f"{name} {width}": width for name, width in sizes.whole_widths.items()} | {
         f"{name} {width} / tp {tp}": width // tp for name, width in sizes.tp_widths.items()
     }
-    width, etp = sizes.moe_intermediate_size, plan.parallel.etp_size
+    width = sizes.moe_intermediate_size
+    etp = plan.parallel.etp_size
     parts[f"moe_intermediate_size {width} / etp {etp}"] = width // etp
     if plan.model.fp8 and (odd := [name for name, part in parts.items() if part % 16]):
         return (

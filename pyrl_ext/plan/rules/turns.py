@@ -1,4 +1,4 @@
-"""Trajectories of several turns: what an environment needs, and what it cannot be beside."""
+"""Trajectories of several turns: what an environment needs, and what it cannot be next to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def the_environment_exists(plan: Plan) -> Found:
 
 @rule("turns.max_tokens")
 def a_trajectory_has_room(plan: Plan) -> Found:
-    tokens, most = plan.turns.max_tokens, plan.sizes.max_position_embeddings
+    tokens = plan.turns.max_tokens
+    most = plan.sizes.max_position_embeddings
     if plan.turns.environment is None:
         return None
     if tokens <= plan.data.max_prompt_tokens:

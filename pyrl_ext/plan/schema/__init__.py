@@ -141,7 +141,7 @@ class Rollout(Servers):
     """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
     they are; the others run it in a separate process, and pass them through shared memory (shm,
     CPU), through the GPU that both use (ipc) or by gloo or NCCL (broadcast). auto: broadcast with
-    separate gpus, else inprocess. Engines apart take them by TCP (auto) or broadcast"""
+    separate gpus, else inprocess. Remote engines take them by TCP (auto) or broadcast"""
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
     never split"""
@@ -190,7 +190,7 @@ class Replay(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether any pass replays, so that the engine must return routes."""
+        """True if any pass replays, so that the engine must return routes."""
         return self.old or self.reference or self.train
 
 

@@ -73,7 +73,7 @@ class ModuleParallel(Section):
 
 
 class Module(Section):
-    """An encoder beside the language model."""
+    """An encoder next to the language model."""
 
     train: bool = True
     """false: forward passes only; no gradients travel, and there is no optimizer state"""

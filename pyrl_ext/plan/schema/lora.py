@@ -9,10 +9,21 @@ from pydantic import Field
 from pyrl_ext.plan.language.fields import Positive, Rate, RelativePath, Section, Text
 
 TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-    *("in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"),
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj",
+    "out_proj",
 )
 """Last parts of the HF names of the linears that `targets: all` means, where a family has them."""
 ROUTER = "gate"
@@ -45,7 +56,7 @@ class Lora(Section):
     seed, B is zero"""
 
     def adapts(self, linear: str, expert: bool) -> bool:
-        """Whether a linear has an adapter, called by the last part of its HF name."""
+        """True if a linear has an adapter, called by the last part of its HF name."""
         wanted = TARGETS if self.targets == "all" else self.targets
         return linear in wanted and not (expert and self.experts == "none")
 

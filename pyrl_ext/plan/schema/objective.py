@@ -100,7 +100,7 @@ class Objective(Section):
 
     @property
     def needs_sequences(self) -> bool:
-        """Whether the pass may add up numbers of current log-probs over whole sequences."""
+        """True if the pass may add up numbers of current log-probs over whole sequences."""
         if ":" in self.loss:
             return not self.loss_is_token_wise
         return self.ratio != "token" or self.loss == "gmpo" or self.opsm is not None
@@ -112,7 +112,7 @@ class Objective(Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighed or rejected by their trainer/engine ratio."""
+        """True if tokens are weighed or rejected by their trainer/engine ratio."""
         given = (self.tis_cap, self.mask_ratio, self.sequence_bounds, self.veto)
         return any(each is not None for each in given)
 

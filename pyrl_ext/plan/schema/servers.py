@@ -1,4 +1,4 @@
-"""The keys of `rollout` about engines that run apart, and about training while they generate."""
+"""The keys of `rollout` about remote engines, and about training while they generate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Servers(Section):
     relay_bytes: Positive | None = 64 * 2**20
     """of a sender, from which on they go to one engine, and from there to the next one, so that
     they leave its host once; null: each engine gets them from the sender"""
-    publish_beside: bool = True
+    overlap_publish: bool = True
     """with ahead: a sender copies what it sends into host memory, and the trainer goes on with its
     forward passes meanwhile; false: it waits until the engines have the weights"""
     keys: Text | None = None
@@ -67,7 +67,7 @@ class Servers(Section):
     objective's correction"""
 
     def relays(self, sent: float) -> bool:
-        """Whether engines pass on what senders send.
+        """True if engines pass weights on.
 
         Args:
             sent: by all of them together [bytes].
@@ -76,5 +76,5 @@ class Servers(Section):
 
     @property
     def publishes_beside(self) -> bool:
-        """Whether the trainer goes on while engines get weights, from a copy on its hosts."""
-        return bool(self.servers or self.launch.hosts) and self.ahead > 0 and self.publish_beside
+        """True if the trainer goes on while engines get weights, from a copy on its hosts."""
+        return bool(self.servers or self.launch.hosts) and self.ahead > 0 and self.overlap_publish

@@ -62,7 +62,7 @@ class Turns(Section):
 
     @property
     def merges(self) -> bool:
-        """Whether a turn that continues the turn before is a part of its sample."""
+        """True if a turn that continues the turn before is a part of its sample."""
         return self.form == "concatenated" or self.merge
 
     def most_sampled(self, each: int) -> int:

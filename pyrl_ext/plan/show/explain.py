@@ -45,7 +45,8 @@ def explain(name: str, source: Source | None, console: Console) -> None:
         ConfigError: there is no such key
     """
     key = tuple(name.split("."))
-    field, around = field_key(key), ".".join(field_key(key))
+    field = field_key(key)
+    around = ".".join(field_key(key))
     message = None
     if field[-1] not in fields_of(*field[:-1]):
         message = unknown(field)
@@ -157,7 +158,8 @@ def type_of(field: FieldInfo) -> str:
 
 
 def _type_of(annotation: Any, marks: Iterable[object] = ()) -> str:
-    kind, inner = get_origin(annotation), get_args(annotation)
+    kind = get_origin(annotation)
+    inner = get_args(annotation)
     if hasattr(annotation, "__metadata__"):
         return _type_of(inner[0], annotation.__metadata__)
     if kind in (Union, types.UnionType):
@@ -169,7 +171,8 @@ def _type_of(annotation: Any, marks: Iterable[object] = ()) -> str:
     if kind is list:
         return f"list, each a {_type_of(inner[0])}"
     if kind is tuple:
-        first, last = _type_of(inner[0]), _type_of(inner[-1])
+        first = _type_of(inner[0])
+        last = _type_of(inner[-1])
         each = f"each a {first}" if first == last else f"a {first}; then each a {last}"
         return f"list of {len(inner)}, {each}"
     if kind is dict or issubclass(annotation, Section):

@@ -20,7 +20,7 @@ ABOUT = (
 GROWTH = {"no": "no", "log": "log", "yes": "yes"}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 WIDE = 120
-"""Columns of a terminal that has room for the reasons beside the numbers."""
+"""Columns of a terminal that has room for the reasons next to the numbers."""
 
 
 def title_of(plan: Plan) -> str:
@@ -55,7 +55,8 @@ def name_of(row: Row) -> str:
 def print_scale(plan: Plan, console: Console) -> None:
     """Print the table; what grows with the ranks is yellow, and has its reason below where the
     terminal is narrow."""
-    rows, wide = scale(plan), console.width >= WIDE
+    rows = scale(plan)
+    wide = console.width >= WIDE
     console.print(f"\n[cyan]{escape(title_of(plan))}[/]")
     console.print(_printed(rows, wide))
     reasons = dict.fromkeys((name_of(row), row.why) for row in rows if row.growth == "yes")

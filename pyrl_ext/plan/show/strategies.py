@@ -81,7 +81,8 @@ MOVED = ("moved to a rank", "from hosts")
 
 def sentences(comparison: Comparison, path: str) -> tuple[str, ...]:
     """The samples, and what the numbers assume."""
-    rows, plan = comparison.rows, comparison.plan
+    rows = comparison.rows
+    plan = comparison.plan
     return (
         f"{len(rows):,} samples of {min(rows):,} to {max(rows):,} rows in {path}, as one minibatch "
         f"on {plan.parallel.dp * plan.parallel.cp} ranks of data and context parallelism, "
@@ -143,7 +144,8 @@ def picture(
     step = -(-ranks // MOST_LINES)
     found = []
     for rank in range(0, ranks, step):
-        line, begun = Words(), 0.0
+        line = Words()
+        begun = 0.0
         for groups, times in zip(strategy.microbatches, strategy.times, strict=True):
             index = next(i for i, g in enumerate(groups) if rank < g.first + g.cp_size)
             whole = max(times) + strategy.launch
@@ -174,7 +176,9 @@ def strategies_block(comparison: Comparison, path: str) -> Block:
 
 def _chart(comparison: Comparison, strategy: Strategy, longest: float) -> Chart:
     """Ranks from top to bottom over time, a box for each group of ranks in a microbatch."""
-    ranks, left, first = comparison.problem.num_ranks, 70, 48
+    ranks = comparison.problem.num_ranks
+    left = 70
+    first = 48
     step = max(2.0, min(20.0, 320 / ranks))
     unit = 1.0 if comparison.costs.unit == "s" else 10.0 ** (3 * ((len(f"{longest:.0f}") - 1) // 3))
     name = "s" if unit == 1.0 else f"{unit:.0e} FLOP".replace("1e+", "10^")
@@ -187,7 +191,8 @@ def _chart(comparison: Comparison, strategy: Strategy, longest: float) -> Chart:
         Text(0, first + rank * step + min(step, 14), f"rank {rank}", "quiet small")
         for rank in range(0, ranks, every)
     ]
-    sizes, begun = [each.size for each in comparison.problem.sizes], 0.0
+    sizes = [each.size for each in comparison.problem.sizes]
+    begun = 0.0
     used = set()
     for number, (groups, times) in enumerate(
         zip(strategy.microbatches, strategy.times, strict=True)
@@ -202,7 +207,8 @@ def _chart(comparison: Comparison, strategy: Strategy, longest: float) -> Chart:
                 f"microbatch {number}, ranks {group.first} to {group.first + group.cp_size - 1}: "
                 f"{many} sample{'s' * (many > 1)}, {_took(comparison, time)}"
             )
-            x, y = left + begun * scale, first + group.first * step
+            x = left + begun * scale
+            y = first + group.first * step
             shapes.append(
                 Box(x, y, (time + strategy.launch) * scale, step * group.cp_size, title, class_)
             )

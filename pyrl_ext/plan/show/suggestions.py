@@ -27,21 +27,22 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
         gpus, gpu = parse_gpus(wanted)
     except ValueError as error:
         raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
-    console, errors = Console(), Console(stderr=True)
+    console = Console()
+    errors = Console(stderr=True)
     with _Line(errors) as line:
-        if _engines_apart(path, overrides):
+        if _remote_engines(path, overrides):
             splits = suggest_splits(path, overrides, gpus, gpu, line)
             return _print_splits(splits, f"{gpus} {gpu}", console)
         search = suggest(path, overrides, gpus, gpu, progress=line)
     return _print_layouts(search, f"{gpus} {gpu}", console)
 
 
-def _engines_apart(path: str, overrides: Sequence[str]) -> bool:
-    """Whether the config has engines apart. Raises `ConfigError` where it has other problems."""
+def _remote_engines(path: str, overrides: Sequence[str]) -> bool:
+    """True if the config has remote engines. Raises `ConfigError` where it has other problems."""
     source = load(path, overrides)
     draft = draft_of(source)
     refuse(source)
-    return draft.engines_apart
+    return draft.remote_engines
 
 
 def _print_splits(splits: Splits, machines: str, console: Console) -> int:
@@ -64,11 +65,18 @@ def _print_splits(splits: Splits, machines: str, console: Console) -> int:
     for name in head:
         table.add_column(name, justify="right", no_wrap=True)
     for number, each in enumerate(splits.found, start=1):
-        state, peak = each.state, f"{each.trainer.peak / GIB:.1f}"
+        state = each.state
+        peak = f"{each.trainer.peak / GIB:.1f}"
         table.add_row(
-            *(str(number), str(each.trainer.plan.world_size), str(each.engines), str(state.ahead)),
-            *(duration(state.seconds), f"{state.trainer_idle:.0%}", f"{state.engines_idle:.0%}"),
-            *(f"{state.queued:,.0f}", peak),
+            str(number),
+            str(each.trainer.plan.world_size),
+            str(each.engines),
+            str(state.ahead),
+            duration(state.seconds),
+            f"{state.trainer_idle:.0%}",
+            f"{state.engines_idle:.0%}",
+            f"{state.queued:,.0f}",
+            peak,
         )
     console.print(table)
     _print_overrides([each.overrides for each in splits.found], console)
@@ -95,7 +103,8 @@ def _print_layouts(search: Search, machines: str, console: Console) -> int:
         table.add_column(name, justify="right")
     for number, each in enumerate(search.found, start=1):
         left = f"{(each.limit - each.peak) / GIB:.1f}"
-        tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
+        tokens = each.plan.batching.tokens_per_microbatch
+        again = each.plan.model.recompute
         places = each.plan.modules.items()
         ranks = [f"{len(each.plan.grids[name].ranks)} {module.ranks}" for name, module in places]
         cells = (
@@ -123,7 +132,9 @@ class _Line:
     """A progress line that appears after one second."""
 
     def __init__(self, console: Console) -> None:
-        self.status, self.began, self.shown = console.status(""), monotonic(), False
+        self.status = console.status("")
+        self.began = monotonic()
+        self.shown = False
 
     def __enter__(self) -> _Line:
         return self

@@ -11,11 +11,11 @@ from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
 from pyrl_ext.plan.forecast.encoder import encoders
-from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.loop import Steady
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.remote_engines import steady_states
 from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
@@ -73,19 +73,20 @@ class Summary:
 
     @cached_property
     def states(self) -> tuple[Steady, ...]:
-        """Steps with some values of rollout.ahead; empty without engines apart, or a GPU."""
-        apart = self.plan.engines_apart and self.time
+        """Steps with some values of rollout.ahead; empty without remote engines, or a GPU."""
+        apart = self.plan.remote_engines and self.time
         return steady_states(self.plan, apart) if apart else ()
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Whether the plan is consistent, fits and can run."""
+        """True if the plan is consistent, fits and can run."""
         count = len(rules.RULES)
         consistent = Verdict("good", "consistent", f"all {count} rules hold, every field is known")
         return (consistent, self._fits(), self._takes(), self._runs())
 
     def _fits(self) -> Verdict:
-        stage, limit = self.fullest, self.limit
+        stage = self.fullest
+        limit = self.limit
         phase = peak_phase(stage)
         counted = [item for item in stage.items if phase in item.phases and not item.host]
         about = "" if all(item.exact for item in counted) else "about "
@@ -94,7 +95,8 @@ class Summary:
         if limit is None:
             unknown = "hardware.gpu names no device to compare with"
             return Verdict("plain", "memory", f"{about}{size(stage.peak)} {where}; {unknown}")
-        peak, spare = f"{about}{size(stage.peak)} of {size(limit)} {where}", limit - stage.peak
+        peak = f"{about}{size(stage.peak)} of {size(limit)} {where}"
+        spare = limit - stage.peak
         if spare < 0:
             return Verdict("bad", "does not fit", f"{peak}: {size(-spare)} too much")
         return Verdict("good", "fits", f"{peak}: {size(spare)} left")
@@ -133,8 +135,11 @@ class Summary:
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of derived numbers: ranks, groups, parameters, routes and batch sizes."""
-    parallel, sizes, batching = plan.parallel, plan.sizes, plan.batching
-    counts, routers = parameters(sizes), plan.router_layers
+    parallel = plan.parallel
+    sizes = plan.sizes
+    batching = plan.batching
+    counts = parameters(sizes)
+    routers = plan.router_layers
     expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
     replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
     experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
@@ -198,7 +203,7 @@ def _values(key: Key, value: object, field: FieldInfo) -> Iterator[Value]:
 
 
 def is_read(plan: Plan, key: Key) -> bool:
-    """Whether this kind of run, with rollouts or without, reads `key`."""
+    """True if this kind of run, with rollouts or without, reads `key`."""
     unread = WITHOUT_ROLLOUTS if plan.has_rollouts else WITH_ROLLOUTS
     return key not in unread and key[:1] not in unread
 
@@ -241,18 +246,20 @@ def _adapters(plan: Plan) -> list[tuple[str, str]]:
     lora = plan.lora
     if lora is None:
         return []
-    numbers, each = factor_numbers(plan), DTYPE_BYTES[plan.rollout_dtype]
+    numbers = factor_numbers(plan)
+    each = DTYPE_BYTES[plan.rollout_dtype]
     ranks = f"rank {lora.rank}"
     if lora.rank_of(expert=True) != lora.rank:
         ranks += f", of routed experts {lora.rank_of(expert=True)}"
     found = [("adapters", f"{count(numbers)} numbers, {ranks}; the base is frozen")]
     if plan.lora_publish is not None:
-        whole, sent = each * parameters(plan.sizes).total, each * published_numbers(plan)
+        whole = each * parameters(plan.sizes).total
+        sent = each * published_numbers(plan)
         share = f"{sent / whole:.1%} of the {size(whole)} of all weights"
         if sent < whole:
             share = f"{whole / sent:,.1f} times less than the {size(whole)} of all weights"
         why = "; an engine that sleeps keeps nothing" * plan.engine_sleeps
-        why += "; engines apart may be new and get all weights" * plan.engines_apart
+        why += "; remote engines may be new and get all weights" * plan.remote_engines
         found.append(("", f"published by {plan.lora_publish}: {size(sent)}, {share}{why}"))
     return found
 
@@ -269,7 +276,8 @@ def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.world_size > plan.parallel.world_size:
         yield "world", f"{plan.world_size} ranks: {', '.join(names)}"
     for each in encoders(plan):
-        sizes, grid = each.parallel, plan.grids[each.name]
+        sizes = each.parallel
+        grid = plan.grids[each.name]
         total = sum(each.parameters(stage).total for stage in range(sizes.pp))
         rate = each.module.lr if each.module.lr is not None else plan.optimizer.lr
         trained = f"trained with lr {rate:g}" if each.module.train else "frozen"
@@ -281,7 +289,8 @@ def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
         layers = f"{each.tower.num_hidden_layers} layers, {count(total)} parameters"
         yield each.name, f"{place}: {layers}, {trained}"
         patches = plan.estimate.image_patches
-        rows, width = patches // each.tower.merge**2, each.row_width
+        rows = patches // each.tower.merge**2
+        width = each.row_width
         sent = size(rows * width * DTYPE_BYTES[plan.model.dtype])
         ways = "there and back" if each.module.train else "there"
         flying = f"its last stage keeps {each.in_flight(sizes.pp - 1)} microbatches in flight"
@@ -319,7 +328,7 @@ def _turns(plan: Plan) -> list[tuple[str, str]]:
 
 def _engine(plan: Plan) -> str:
     rollout = plan.rollout
-    if plan.engines_apart:
+    if plan.remote_engines:
         return f"{rollout.engine}, apart from the trainer, over HTTP"
     way = "in the trainer's process"
     if plan.transport != "inprocess":

@@ -17,7 +17,7 @@ from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.language.errors import kind_at
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.show.engines_apart import ABOUT, engine_facts, printed
+from pyrl_ext.plan.show.remote_engines import ABOUT, engine_facts, printed
 from pyrl_ext.plan.show.summary import Summary, facts, ranges, values
 
 _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
@@ -40,7 +40,7 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
         for sentence in (*summary.time.assumed, summary.time.error):
             console.print(f"[dim]{escape(sentence)}[/]")
-    if plan.engines_apart:
+    if plan.remote_engines:
         _engines(console, summary)
     if len(summary.memory) > 1 or plan.modules:
         _titled(console, "pipeline", stages_table(plan))
@@ -59,7 +59,7 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
 
 
 def _engines(console: Console, summary: Summary) -> None:
-    _titled(console, "engines apart", _rows_table(engine_facts(summary.plan)))
+    _titled(console, "remote engines", _rows_table(engine_facts(summary.plan)))
     if summary.states:
         console.print(printed(summary))
         console.print(f"[dim]{ABOUT}[/]")
@@ -84,11 +84,14 @@ def _reasons_last(table: Table, in_full: bool) -> None:
     column = table.columns[-1]
     column.style = "dim"
     if not in_full:
-        column.no_wrap, column.overflow, column.ratio, table.expand = True, "ellipsis", 1, True
+        column.no_wrap = True
+        column.overflow = "ellipsis"
+        column.ratio = 1
+        table.expand = True
 
 
 def verdict_table(summary: Summary) -> Table:
-    """Whether the plan is consistent, fits and can run."""
+    """True if the plan is consistent, fits and can run."""
     table = _table("", "")
     for tone, answer, detail in summary.verdicts:
         table.add_row(f"[{_TONES[tone]}]{answer}[/]", escape(detail))
@@ -109,7 +112,8 @@ def _rows_table(rows: Iterable[tuple[str, str]]) -> Table:
 
 def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
     """(title, items of the fullest stage by phase, with totals and headroom)."""
-    stage, limit = summary.fullest, summary.limit
+    stage = summary.fullest
+    limit = summary.limit
     unit, factor = unit_for(max(stage.peak, limit or 0))
     several = len(summary.memory) > 1
     where = f" of {stage.name}, the fullest of {len(summary.memory)}" if several else ""
@@ -136,7 +140,8 @@ def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
 
 
 def _item_name(item: Item) -> str:
-    host, estimated = " (host)" if item.host else "", "" if item.exact else "~ "
+    host = " (host)" if item.host else ""
+    estimated = "" if item.exact else "~ "
     return escape(f"{estimated}{item.name}{host}")
 
 
@@ -148,7 +153,8 @@ def time_table(time: StepTime, in_full: bool = False) -> Table:
         costs = [cost for cost in time.costs if cost.phase == phase]
         table.add_row(f"[bold]{phase}[/]", *_took(time.seconds(phase), time.total), "")
         for cost in costs:
-            name, took = f"  {escape(cost.name)}", _took(cost.seconds, time.total)
+            name = f"  {escape(cost.name)}"
+            took = _took(cost.seconds, time.total)
             table.add_row(name, *took, escape(f"{amount(cost.amount, cost.unit)}: {cost.why}"))
     table.add_row(
         "[bold]together[/]", *_took(time.total, time.total), f"MFU of the update {time.mfu:.0%}"
@@ -200,12 +206,14 @@ def changes_table(plan: Plan, width: int) -> Table:
 
 def sections_table(plan: Plan, width: int) -> Table:
     """Every field with its meaning; values that differ from the default are bold."""
-    rows, above = [], ""
+    rows = []
+    above = ""
     for key, text, meaning, is_default in values(plan):
         section, _, name = key.rpartition(".")
         if section != above:
             kind = kind_at(tuple(section.split("."))) if section else None
-            above, about = section, kind.__doc__ if kind else ""
+            above = section
+            about = kind.__doc__ if kind else ""
             rows.append((f"[cyan]{section}[/]", about or ""))
         shown = escape(text) if is_default else f"[bold]{escape(text)}[/]"
         rows.append((f"{'  ' if section else ''}{name}: {shown}", meaning))

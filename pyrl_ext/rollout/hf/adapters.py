@@ -1,4 +1,4 @@
-"""LoRA adapters in a live transformers model, beside its weights: W x + scale B A x, unmerged.
+"""LoRA adapters in a live transformers model, next to its weights: W x + scale B A x, unmerged.
 
 The factors are tensors of the model under their checkpoint names, those of routed experts stacked
 in three dimensions, so that whatever loads, compares or offloads weights does so with them.
@@ -114,7 +114,8 @@ def _experts_forward(
         x = hidden[token]
         if hasattr(module, "gate_up_proj"):
             gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-            gate, up = added("gate_proj", expert, x, gate), added("up_proj", expert, x, up)
+            gate = added("gate_proj", expert, x, gate)
+            up = added("up_proj", expert, x, up)
             inner = module.act_fn(gate) * up
         else:
             up = F.linear(x, module.up_proj[expert])

@@ -44,7 +44,9 @@ def published(config: Any, views: dict[str, Tensor]) -> dict[str, tuple[Tensor, 
         fused = _ATTENTION.fullmatch(name) if renamed is KIMI else None
         if fused:  # queries, keys and values come in this order
             name = f"{fused[1]}.wqkv{fused[3]}"
-            if fused[2] != "v":  # published with the numbers that rotate together beside each other
+            if (
+                fused[2] != "v"
+            ):  # published with the numbers that rotate together next to each other
                 heads = config.vision_config.num_attention_heads
                 view = view.unflatten(0, (heads, 2, -1)).transpose(1, 2)
         found[name] = (*found.get(name, ()), view)

@@ -43,7 +43,7 @@ class Destinations:
         self.mtp_layers = {*range(layers, layers + extra), AHEAD}
 
     @classmethod
-    def on_paper(
+    def from_config(
         cls, config: dict[str, Any] | str | Path, lora: Lora | None = None
     ) -> Destinations:
         """The destinations of the model of a config, with the factors of adapters that it applies;
@@ -131,7 +131,8 @@ class Destinations:
         only: Collection[str] | None,
         problems: list[str],
     ) -> Iterator[tuple[str, Tensor]]:
-        wanted, given = self.parts.keys() if only is None else set(only), set[str]()
+        wanted = self.parts.keys() if only is None else set(only)
+        given = set[str]()
         for name, value in named:
             if name not in self.parts:
                 if layer_of(name) not in self.mtp_layers:

@@ -14,7 +14,7 @@ from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.parallel.offload import OffloadedStorage
 from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, require_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.hf.kv_slots import Slots
@@ -63,7 +63,8 @@ class HFEngine(Engine):
         if max_num_seqs < 1:
             raise ValueError(f"HFEngine.max_num_seqs: {max_num_seqs}, expected at least 1")
         self.device = torch.device(device)
-        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
         self.tokenizer = tokenizer
         self.model = build_model(read_config(config), dtype, self.device, experts, attention)
         self.text: Any = self.model.config.get_text_config()
@@ -85,7 +86,9 @@ class HFEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
         images = self.images.scale is not None
-        return Capabilities(routes=bool(self.layer_ids), images=images, kept_sets=True, turns=True)
+        return Capabilities(
+            routes=bool(self.layer_ids), images=images, sampling_mask=True, turns=True
+        )
 
     def load_weights(
         self,
@@ -110,7 +113,8 @@ class HFEngine(Engine):
         """
         if only is not None and self.version is None:
             raise incomplete("HFEngine", only, self._refusal)
-        self.version, self.loads = None, self.loads + 1
+        self.version = None
+        self.loads = self.loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._offloaded.onload()
         self._destinations.fill(named, only)
@@ -128,7 +132,7 @@ class HFEngine(Engine):
 
         Syncs: once.
         """
-        need_weights("HFEngine.checksums", self.version, self._refusal)
+        require_weights("HFEngine.checksums", self.version, self._refusal)
         held = self._destinations
         if unknown := [name for name in names or () if name not in held.parts]:
             raise ValueError(f"HFEngine.checksums: {unknown[:4]}, expected names of its weights")
@@ -155,7 +159,7 @@ class HFEngine(Engine):
 
         Syncs: once a token.
         """
-        need_weights("HFEngine.stream", self.version, self._refusal)
+        require_weights("HFEngine.stream", self.version, self._refusal)
         need_tokenizer("HFEngine.stream", sampling, self.tokenizer)
         seen: set[int] = set()
         for prompt in prompts:
@@ -180,7 +184,7 @@ class HFEngine(Engine):
         Raises:
             RuntimeError, ValueError: as `stream`; a turn of a trajectory that still has one
         """
-        need_weights("HFEngine.answer", self.version, self._refusal)
+        require_weights("HFEngine.answer", self.version, self._refusal)
         need_tokenizer("HFEngine.answer", sampling, self.tokenizer)
         yield from self._run(Run(self, feed, sampling, "answer"))
 
@@ -201,7 +205,9 @@ class HFEngine(Engine):
 
     def sleep(self) -> int:
         """Frees the memory of the weights until the next `load_weights`; returns bytes."""
-        self.version, self._refusal, self.loads = None, "sleep freed its weights", self.loads + 1
+        self.version = None
+        self._refusal = "sleep freed its weights"
+        self.loads = self.loads + 1
         held = [part for parts in self._destinations.parts.values() for part in parts]
         return self._offloaded.offload(held, keep=False)
 
@@ -213,11 +219,13 @@ class HFEngine(Engine):
         if turns := run.continuing(self.max_prefill_tokens):
             return self._continue(run, turns)
         turns, prompts, source = run.beginning(self.max_prefill_tokens)
-        slots, first = run.slots, run.slots.running
+        slots = run.slots
+        first = run.slots.running
         ids, sizes = _padded([prompt.tokens for prompt in prompts])
         width = ids.shape[1]
         device = self.device
-        tokens, take = torch.from_numpy(ids).to(device), torch.from_numpy(source).to(device)
+        tokens = torch.from_numpy(ids).to(device)
+        take = torch.from_numpy(source).to(device)
         ends, end_of = np.unique(sizes - 1, return_inverse=True)
         slots.cache.prefill(first, take)
         # prompts are padded on the right: a causal mask already hides the padding
@@ -239,7 +247,8 @@ class HFEngine(Engine):
     def _continue(self, run: Run, turns: list[Turn]) -> Tensor:
         """Runs what is new in the contexts of turns whose rows are parked; returns the first logits
         [M, V]. The token that was sampled last is new too: it was no input yet."""
-        slots, first = run.slots, run.slots.running
+        slots = run.slots
+        first = run.slots.running
         slots.resume(turns)
         known = slots.length[first : first + len(turns)] - 1
         new = [turn.prompt.tokens[begin:] for turn, begin in zip(turns, known, strict=True)]

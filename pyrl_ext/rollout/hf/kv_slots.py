@@ -34,7 +34,8 @@ class SlotCache:
     """
 
     def __init__(self, num_slots: int, capacity: int):
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots = num_slots
+        self.capacity = capacity
         self.layers: dict[int, tuple[Tensor, Tensor] | StateSlots] = {}
         self.span = slice(0)  # rows of the forward
         self._source: Tensor | None = None
@@ -48,7 +49,8 @@ class SlotCache:
             first: first free row
             source: [M] int64, prompt of each new row (samples of one prompt share its work)
         """
-        self._source, self.span = source, slice(first, first + source.numel())
+        self._source = source
+        self.span = slice(first, first + source.numel())
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
         """The next forward holds further tokens of the rows first..first + M - 1.
@@ -58,8 +60,10 @@ class SlotCache:
             positions: [M, N] int64, where each token goes
             length: keys the forward sees
         """
-        self._source, self.span = None, slice(first, first + len(positions))
-        self._positions, self._length = positions, length
+        self._source = None
+        self.span = slice(first, first + len(positions))
+        self._positions = positions
+        self._length = length
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, ...]:
         """Stores the new keys and values [B, heads, T, dim]; returns those to attend to."""
@@ -81,7 +85,7 @@ class SlotCache:
         return tuple(buffer[self.span, :, : self._length] for buffer in held)
 
     def has_previous_state(self, layer_idx: int, **_: Any) -> bool:
-        """Whether the forward goes on from states: whole prompts begin without."""
+        """True if the forward goes on from states: whole prompts begin without."""
         return self._source is None
 
     def update_conv_state(
@@ -153,7 +157,8 @@ class Slots:
         parks: bool = True,
     ):
         self.parks = parks
-        self.running, self.capacity = 0, capacity
+        self.running = 0
+        self.capacity = capacity
         self.parked: dict[Key, int] = {}
         self.turn: Any = np.empty(num_slots, dtype=object)
         self.held: Any = np.empty(num_slots, dtype=object)
@@ -176,7 +181,8 @@ class Slots:
         """Makes the next ``count`` rows empty: parked ones move, or, the oldest first, are lost."""
         while self.free - len(self.parked) < count:
             del self.parked[next(iter(self.parked))]
-        end, held = self.running + count, set(self.parked.values())
+        end = self.running + count
+        held = set(self.parked.values())
         source = [row for row in held if row < end]
         target = [row for row in range(end, self.length.size) if row not in held]
         self._move(source, target[: len(source)])

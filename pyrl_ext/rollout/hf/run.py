@@ -33,9 +33,13 @@ class Run:
     """
 
     def __init__(self, engine: HFEngine, feed: TurnFeed, sampling: Sampling, call: str):
-        self.engine, self.feed, self.sampling, self.call = engine, feed, sampling, call
+        self.engine = engine
+        self.feed = feed
+        self.sampling = sampling
+        self.call = call
         assert engine.version is not None
-        self.version, self._loads = engine.version, engine.loads
+        self.version = engine.version
+        self._loads = engine.loads
         self.open = True  # more turns may come
         self.waiting: deque[Turn] = deque()
         self._busy: set[Key] = set()  # trajectories with a turn that waits or runs
@@ -77,7 +81,8 @@ class Run:
         return bool(self.open or self.waiting or self.slots.running)
 
     def _add(self, turn: Turn) -> None:
-        key, context = key_of(turn), turn.prompt.tokens
+        key = key_of(turn)
+        context = turn.prompt.tokens
         if key in self._busy:
             raise ValueError(f"{self._where(turn)}: an earlier one runs, expected one at a time")
         self._busy.add(key)
@@ -88,8 +93,11 @@ class Run:
                 del self.slots.parked[key]
 
     def _check(self, turn: Turn) -> None:
-        where, prompt, text = self._where(turn), turn.prompt, self.engine.text
-        vocab, places = text.vocab_size, text.max_position_embeddings
+        where = self._where(turn)
+        prompt = turn.prompt
+        text = self.engine.text
+        vocab = text.vocab_size
+        places = text.max_position_embeddings
         need_processor(f"HFEngine.{self.call}", [prompt], self.engine.images.scale)
         if not prompt.tokens:
             raise ValueError(f"{where}: 0 tokens, expected at least one")
@@ -112,7 +120,8 @@ class Run:
     def should_admit(self) -> bool:
         """A prefill costs a whole forward, so it waits until a quarter of the slots is free, and,
         while more turns may come, until those that wait are an eighth of those that run."""
-        free, waiting = self.slots.free, len(self.waiting)
+        free = self.slots.free
+        waiting = len(self.waiting)
         enough = free >= waiting or 4 * free >= self.slots.length.size
         if self.open:
             enough &= 8 * waiting >= self.slots.running
@@ -210,7 +219,8 @@ class Run:
 
     def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> list[Sample]:
         """Copies finished rows to samples."""
-        slots, engine = self.slots, self.engine
+        slots = self.slots
+        engine = self.engine
         take = torch.from_numpy(rows).to(engine.device)
         width = int(slots.length[rows].max())
         tokens = slots.tokens[take, :width].cpu()
@@ -224,7 +234,9 @@ class Run:
             )
         finished = []
         for number, row in enumerate(rows.tolist()):
-            turn, size, start = slots.turn[row], int(slots.length[row]), int(slots.start[row])
+            turn = slots.turn[row]
+            size = int(slots.length[row])
+            start = int(slots.start[row])
             places = torch.arange(size)
             known = places < (size - 1 if routes is not None else 0)
             experts = None

@@ -87,7 +87,7 @@ def draw(
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
         logprobs = processed_logprobs(logits, sampling)
-        kept = logprobs > -torch.inf if sampling.kept_sets else None
+        kept = logprobs > -torch.inf if sampling.sampling_mask else None
         reached = logprobs.double().exp().cumsum(-1)
         point = uniforms(keys, positions)[:, None] * reached[:, -1:]
         # the first token whose distribution function exceeds the point: never one of probability 0

@@ -34,7 +34,8 @@ class StopStrings:
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
         assert tokenizer is not None  # see `need_tokenizer`
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
         # one more: some tokenizers drop a space at the beginning of a text
         self.window = max(len(text.encode()) for text in self.stop) + 1
 

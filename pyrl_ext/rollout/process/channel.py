@@ -128,7 +128,9 @@ class Broadcast(Channel):
 
     def __init__(self, device: torch.device, size: int, rank: int = 0, port: int = 0) -> None:
         super().__init__()
-        self.device, self.size, self.rank = device, size, rank
+        self.device = device
+        self.size = size
+        self.rank = rank
         door = listening(LOOPBACK) if rank == 0 else None
         port = door.getsockname()[1] if door else port
         self._store = store_of(LOOPBACK, port, size, PATIENCE, door)

@@ -178,9 +178,11 @@ class ProcessEngine(Engine):
 
     def _forward(self, feed: TurnFeed, images: dict[int, tuple[Image, ...]]) -> bool:
         """Sends the turns that came; whether more may come."""
-        turns, sent = feed.take(wait=False), list[Turn]()
+        turns = feed.take(wait=False)
+        sent = list[Turn]()
         for turn in turns or ():
-            prompt, new = turn.prompt, ()
+            prompt = turn.prompt
+            new = ()
             if prompt.id not in images:
                 images[prompt.id] = new = tuple(each.load() for each in prompt.images)
             sent.append(replace(turn, prompt=Prompt(prompt.id, prompt.tokens, images=new)))
@@ -276,7 +278,8 @@ class ProcessEngine(Engine):
         Raises: _MessageWaits when the engine sent a message instead; RuntimeError when its process
             ended, or sent no heartbeat while this one was awake to see it.
         """
-        missed, self._hangs = MissedBeats(), False
+        missed = MissedBeats()
+        self._hangs = False
         while True:
             ready = wait([*readable, self._connection, self._ended], INTERVAL)
             if self._connection in ready:
@@ -333,12 +336,15 @@ class IdleEngine(Engine):
     """
 
     def __init__(self, routes: bool, images: bool = False):
-        self._routes, self._images = routes, images
+        self._routes = routes
+        self._images = images
 
     @property
     def capabilities(self) -> Capabilities:
         """Weights change nothing here."""
-        return Capabilities(routes=self._routes, weights=False, images=self._images, kept_sets=True)
+        return Capabilities(
+            routes=self._routes, weights=False, images=self._images, sampling_mask=True
+        )
 
     def load_weights(
         self,

@@ -96,12 +96,15 @@ class Sender:
         device: torch.device | str = "cpu",
     ):
         self.kind: Kind = kind
-        self.bucket_bytes, self.readers = bucket_bytes, readers
+        self.bucket_bytes = bucket_bytes
+        self.readers = readers
         self.device = torch.device(device)
         self._door: socket.socket | None = None
         self._channel: Channel | None = None
         self._connections: list[Connection] = []
-        self._index, self._is_new = 0, False  # the buffer that is being filled
+        # the buffer that is being filled
+        self._index = 0
+        self._is_new = False
 
     @property
     def incoming(self) -> Incoming:
@@ -140,7 +143,9 @@ class Sender:
             self._door.close()
         if self._channel is not None:
             self._channel.close()
-        self._door, self._channel, self._connections = None, None, []
+        self._door = None
+        self._channel = None
+        self._connections = []
 
     def _meet(self, wait: Wait) -> None:
         assert self._door is not None, "Sender.send: no reader was given `incoming`"
@@ -157,7 +162,8 @@ class Sender:
                 continue
             self._connections.append(Connection(reader.detach()))
             port = self._channel.port if isinstance(self._channel, Broadcast) else None
-            size, rank = 1 + self.readers, len(self._connections)
+            size = 1 + self.readers
+            rank = len(self._connections)
             send(self._connections[-1], Hello(self.kind, self.device.type, size, rank, port))
 
     def _allocate(self, size: int) -> Tensor:
@@ -171,7 +177,8 @@ class Sender:
         return self._channel.buffers[self._index]
 
     def _hand_over(self, bucket: Bucket, wait: Wait) -> None:
-        channel, index = self._channel, self._index
+        channel = self._channel
+        index = self._index
         assert channel is not None
         with _readers():
             channel.flush()
@@ -236,7 +243,8 @@ class Reader:
     def __init__(self, address: bytes):
         door = socket.socket(socket.AF_UNIX)
         door.connect(address)
-        self.address, self.connection = address, Connection(door.detach())
+        self.address = address
+        self.connection = Connection(door.detach())
         hello = recv(self.connection, Hello)
         if hello.port is not None:
             device = torch.device(hello.device)
@@ -247,7 +255,8 @@ class Reader:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of one transfer."""
-        count, channel = 0, self.channel
+        count = 0
+        channel = self.channel
         while True:
             channel.flush()
             try:
@@ -259,7 +268,8 @@ class Reader:
                 ) from error
             if isinstance(handover, End):
                 return
-            index, bucket = handover.index, handover.bucket
+            index = handover.index
+            bucket = handover.bucket
             if handover.is_new:
                 channel.open(index, handover.size, self.connection)
             channel.recv(index, bucket.bytes)

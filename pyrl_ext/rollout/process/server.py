@@ -73,7 +73,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        kind, message = type(error).__name__, str(error)
+        kind = type(error).__name__
+        message = str(error)
         if kind not in PLAIN:
             message = f"{kind}: {message}"
         return cls(kind, message, "".join(traceback.format_exception(error)))
@@ -105,7 +106,7 @@ def unpack(packed: bytes) -> Sample:
 
 
 class _Inbox(queue.SimpleQueue[Any]):
-    """Requests as they come, read beside the engine: both ends may send more than a pipe holds."""
+    """Requests as they come, read next to the engine: both ends may send more than a pipe holds."""
 
     def __init__(self, connection: Connection):
         super().__init__()
@@ -144,8 +145,10 @@ class _Feed:
     """The turns that a trainer forwards."""
 
     def __init__(self, inbox: _Inbox, trajectories: int, max_tokens: int):
-        self._inbox, self._open = inbox, True
-        self.trajectories, self.max_tokens = trajectories, max_tokens
+        self._inbox = inbox
+        self._open = True
+        self.trajectories = trajectories
+        self.max_tokens = max_tokens
         self._images: dict[int, tuple[PromptImage, ...]] = {}
 
     def take(self, wait: bool) -> list[Turn] | None:

@@ -1,1 +1,1 @@
-"""Engines that run apart: HTTP servers, and how the trainer speaks to them."""
+"""Remote engines: HTTP servers, and how the trainer speaks to them."""

@@ -59,7 +59,10 @@ class Broadcast:
     def __init__(
         self, way: Way, device: torch.device, lost: Lost, door: socket.socket | None = None
     ):
-        self._way, self._lost, self._door, self._stream = way, lost, door, None
+        self._way = way
+        self._lost = lost
+        self._door = door
+        self._stream = None
         if way.backend == "nccl":
             need(on_gpu(device), f"a broadcast by NCCL to {device}", "an engine on a GPU")
             with _as_wire_error():
@@ -69,15 +72,17 @@ class Broadcast:
 
     @property
     def joined(self) -> bool:
-        """Whether it is in the group."""
+        """True if it is in the group."""
         return self._group is not None
 
     def join(self) -> None:
         """Wait until all are in the group. Raises: WireError if they are not in time."""
-        ended, errors = threading.Event(), list[Exception]()
+        ended = threading.Event()
+        errors = list[Exception]()
 
         def run() -> None:
-            door, self._door = self._door, None
+            door = self._door
+            self._door = None
             try:
                 self._group = _group(self._way, door)
                 self._pass(torch.zeros(1, dtype=torch.uint8))  # NCCL connects at its first use
@@ -121,8 +126,10 @@ class Broadcast:
 
     def _end(self, how: str) -> None:
         self._closed = True
-        held, self._group = [self._group], None
-        door, self._door = self._door, None
+        held = [self._group]
+        self._group = None
+        door = self._door
+        self._door = None
         if door is not None:
             door.close()
         if held[0] is not None:  # in a thread: its end and its destructor may wait for a member
@@ -141,8 +148,10 @@ class Broadcast:
                 piece.copy_(on_device)
 
     def _broadcast(self, piece: Tensor) -> None:
-        silence, work = self._way.silence, None
-        options, end = dist.BroadcastOptions(), time.monotonic() + silence
+        silence = self._way.silence
+        work = None
+        options = dist.BroadcastOptions()
+        end = time.monotonic() + silence
         options.timeout = timedelta(seconds=silence)
         try:
             need(self._group is not None, BROKEN, "all its bytes")
@@ -171,7 +180,9 @@ class ToAll:
     _member: Broadcast | None = None
 
     def __init__(self, device: torch.device, limit: float):
-        self.turn, self._device, self._left = asyncio.Lock(), device, limit
+        self.turn = asyncio.Lock()
+        self._device = device
+        self._left = limit
         self._engines: Sequence[Receiver] = ()
 
     def meet(self, engines: Sequence[Receiver], silence: float) -> None:
@@ -186,7 +197,9 @@ class ToAll:
         backend = "nccl" if on_gpu(self._device) else "gloo"
         try:
             door = listening(host)
-            port, secret, size = door.getsockname()[1], secrets.token_hex(32), len(engines) + 1
+            port = door.getsockname()[1]
+            secret = secrets.token_hex(32)
+            size = len(engines) + 1
             way = Way(host, port, secret, "", silence, backend, 0, size)
             self._member = Broadcast(way, self._device, self._lost, door)
         except (OSError, WireError) as error:
@@ -214,7 +227,8 @@ class ToAll:
             self._member.leave()
 
     def _send(self, bucket: Bucket, buffer: Tensor, end: float) -> None:
-        why, member = self._lost(), self._member
+        why = self._lost()
+        member = self._member
         need(why is None and member is not None, f"{BROKEN} ({why})", "each engine there")
         assert member is not None
         if not member.joined:
@@ -237,7 +251,7 @@ class ToAll:
 
 
 def gone(connection: socket.socket) -> bool:
-    """Whether the other end left, or this one did."""
+    """True if the other end left, or this one did."""
     if connection.fileno() < 0:
         return True
     looks = select.poll()

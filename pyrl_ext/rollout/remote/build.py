@@ -27,8 +27,10 @@ def build_servers_engine(
 
     Raises: ValueError, OSError where the plan's keys cannot be read.
     """
-    rollout, model = plan.rollout, Model.of(plan)
-    keys, silence = Keys.read(rollout.keys), rollout.request_timeout
+    rollout = plan.rollout
+    model = Model.of(plan)
+    keys = Keys.read(rollout.keys)
+    silence = rollout.request_timeout
     folder = plan.tokenizer_path if rollout.stop else None
     return ServersEngine(
         [Server(address, keys, silence, model.row_bytes) for address in plan.addresses],

@@ -24,9 +24,11 @@ from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
 
-LONG, SHORT = 264, 40  # tokens: two blocks of 128, vLLM's largest; and for an engine without blocks
+# tokens: two blocks of 128, vLLM's largest; and for an engine without blocks
+LONG = 264
+SHORT = 40
 NEW = 2  # tokens that are sampled
-TOP = 8  # most likely tokens that are compared beside each sampled one
+TOP = 8  # most likely tokens that are compared next to each sampled one
 TAIL = 8  # tokens at the context's end that need not be cached
 NAME = 2**62  # of the canary's random stream: no prompt has this id
 
@@ -107,7 +109,8 @@ class Canary:
         looks = [first] if first.cached_tokens or not self.cached else []
         if (first.cached_tokens or 0) < self.cached:
             looks.append(await self._answer(server, request, version))
-        where, through = f"{server.address}: canary of version {version}", looks[-1]
+        where = f"{server.address}: canary of version {version}"
+        through = looks[-1]
         if (cached := through.cached_tokens or 0) < self.cached:
             raise ServerFailed(
                 f"{where}: {cached} of its {len(self.tokens)} tokens came from the cache, expected "
@@ -190,8 +193,10 @@ class Canary:
 
     def sample(self, answer: Answer, version: int, number: int) -> Sample:
         """An answer as a sample, whose prompt id is ``number``, for the trainer to score."""
-        count, start = len(self.tokens) + len(answer.token_ids), len(self.tokens)
-        logprobs, routes = torch.zeros(count), None
+        count = len(self.tokens) + len(answer.token_ids)
+        start = len(self.tokens)
+        logprobs = torch.zeros(count)
+        routes = None
         logprobs[start:] = torch.tensor(answer.logprobs)
         routed = torch.zeros(count, dtype=torch.bool)
         if self.layers:
@@ -225,7 +230,8 @@ def prove(
     Returns: address -> how its answer differs, on the first rank.
     Communicates: as ``score`` does.
     """
-    groups, failed = canary.groups(seen), dict[str, str]()
+    groups = canary.groups(seen)
+    failed = dict[str, str]()
     answers = [canary.sample(answer, version, n) for n, (_, answer) in enumerate(groups)]
     for (addresses, _), (gap, apart) in zip(groups, score(answers), strict=False):
         if why := canary.verdict(gap, apart):

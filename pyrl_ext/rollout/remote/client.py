@@ -106,7 +106,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether the server is used."""
+        """True if the server is used."""
         return self.failure is None
 
     @property
@@ -118,7 +118,8 @@ class Server:
         """Take the server out of use; all its requests end with `ServerFailed`."""
         if self.failure is not None:
             return
-        self.failure, self.joined = ServerFailed(reason, keeps), False
+        self.failure = ServerFailed(reason, keeps)
+        self.joined = False
         for flight in self._flights:
             if flight.task is not None:
                 flight.task.cancel()
@@ -131,7 +132,7 @@ class Server:
             await self._session.close()
 
     async def healthy(self, within: float = 5.0) -> bool:
-        """Whether it answers on /health."""
+        """True if it answers on /health."""
         try:
             await self._get(protocol.HEALTH, within)
         except ServerFailed:
@@ -204,7 +205,8 @@ class Server:
             del self._flights[flight]
 
     async def _generate(self, request: Request, flight: _Flight) -> Answer:
-        part, where = flight.part, f"{self.address}{protocol.GENERATE}"
+        part = flight.part
+        where = f"{self.address}{protocol.GENERATE}"
         loop = asyncio.get_running_loop()
         async with self._call("POST", protocol.GENERATE, request.to_json()) as reply:
             if reply.status != 200:
@@ -224,11 +226,13 @@ class Server:
                     ) from None
                 part.add(body)
                 if len(part.token_ids) > before:
-                    before, flight.heard = len(part.token_ids), loop.time()
+                    before = len(part.token_ids)
+                    flight.heard = loop.time()
         return part.answer()
 
     def _ended(self, error: BaseException, part: Partial) -> ServerFailed:
-        where, count = f"{self.address}{protocol.GENERATE}", len(part.token_ids)
+        where = f"{self.address}{protocol.GENERATE}"
+        count = len(part.token_ids)
         return ServerFailed(f"{where}: the connection ended after {count} tokens, {error!r}", True)
 
     @asynccontextmanager
@@ -263,8 +267,11 @@ class Server:
 
     async def _watched(self) -> None:
         """Fails the server when a request gets no token for too long."""
-        loop, pause = asyncio.get_running_loop(), self.silence / 8
-        moved, before, last = 0.0, b"", loop.time()
+        loop = asyncio.get_running_loop()
+        pause = self.silence / 8
+        moved = 0.0
+        before = b""
+        last = loop.time()
         while True:
             await asyncio.sleep(pause)
             now = loop.time()
@@ -291,7 +298,7 @@ class Server:
                     break
 
     async def _count(self) -> bytes:
-        """How many tokens it has read and generated, as it says."""
+        """Number of tokens it has read and generated, as it says."""
         lines = (await self._get(protocol.METRICS, self.silence / 4)).splitlines()
         return b" ".join(line for line in lines if line.startswith(COUNTERS))
 
@@ -311,7 +318,9 @@ async def _events(reply: aiohttp.ClientResponse, limit: int) -> AsyncIterator[by
 
     Raises: ProtocolError when no [DONE] ends them, or they have more than ``limit`` bytes.
     """
-    waiting, seen, size = bytearray(), 0, 0
+    waiting = bytearray()
+    seen = 0
+    size = 0
     async for chunk in reply.content.iter_any():
         waiting += chunk
         size += len(chunk)

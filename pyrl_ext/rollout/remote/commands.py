@@ -1,4 +1,4 @@
-"""The command of each engine apart: its arguments, and the environment that it needs."""
+"""The command of each remote engine: its arguments, and the environment that it needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
     names = [urlsplit(address).hostname or "" for address in plan.addresses]
     if not names:
         raise ValueError(
-            "serve: no rollout.servers and no rollout.launch, expected one of them: engines apart. "
+            "serve: no rollout.servers and no rollout.launch, expected one of them. "
             "Set rollout.servers=[http://localhost:8000], for the trainer too"
         )
     chosen = [n for n, name in enumerate(names) if name == host or (not host and is_here(name))]
@@ -73,7 +73,8 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
     make = _vllm if plan.rollout.engine == "vllm" else _embedded
     found: list[Command] = []
     for place, number in enumerate(chosen):
-        address, tp = plan.addresses[number], plan.rollout.tp
+        address = plan.addresses[number]
+        tp = plan.rollout.tp
         arguments, environment = make(plan, overrides, address)
         if plan.device == "cuda":
             gpus = range(place * tp, place * tp + tp)
@@ -88,7 +89,7 @@ def keys_folder(plan: Plan) -> str | None:
 
 
 def is_here(name: str) -> bool:
-    """Whether the name is an address of this machine."""
+    """True if the name is an address of this machine."""
     try:
         with socket.create_server((name, 0)):
             return True
@@ -106,7 +107,9 @@ def _embedded(
 
 
 def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str], dict[str, str]]:
-    place, on_cpu, rollout = urlsplit(address), cpu.installed(), plan.rollout
+    place = urlsplit(address)
+    on_cpu = cpu.installed()
+    rollout = plan.rollout
     tokenizer = plan.tokenizer_path if rollout.stop else None
     options: dict[str, Any] = {
         "model": str(Path(plan.config_path).parent),

@@ -45,7 +45,8 @@ class Server:
     """
 
     def __init__(self, engine: HFEngine, max_tokens: int, identity: dict[str, str] | None = None):
-        self.engine, self.identity = engine, identity or {}
+        self.engine = engine
+        self.identity = identity or {}
         self.worker = Worker(engine, max_tokens)
         self.staged = StagedUpdate(engine.shapes(), engine.device)
         self.jobs: set[Job] = set()
@@ -109,14 +110,16 @@ class Server:
     async def _stream(self, http: web.Request, job: Job) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(http)
-        sent, name = 0, job.request.request_id
+        sent = 0
+        name = job.request.request_id
         while job.answer is None:
             try:
                 await asyncio.wait_for(job.done.wait(), FLUSH)
             except TimeoutError:
                 until = len(job.token_ids)
                 if until > sent:
-                    tokens, tops = tuple(job.token_ids[:until]), tuple(job.top[:until])
+                    tokens = tuple(job.token_ids[:until])
+                    tops = tuple(job.top[:until])
                     part = Answer(name, tokens, tuple(job.logprobs[:until]), "", top=tops)
                     await reply.write(_event(part.message(sent, last=False)))
                     sent = until
@@ -144,7 +147,8 @@ class Server:
         if mode not in protocol.PAUSE_MODES.values():
             raise ProtocolError(f"pause: mode {mode!r}, expected wait, keep or abort")
         clear = http.query.get("clear_cache", "true").lower() == "true"
-        loop, paused = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        paused = asyncio.Event()
         told = lambda: loop.call_soon_threadsafe(paused.set)  # noqa: E731
         await self.worker.call(self.worker.pause, mode, clear, told)
         await paused.wait()
@@ -174,7 +178,7 @@ class Server:
         return web.json_response({"message": "Weight update started"})
 
     async def update(self, http: web.Request) -> web.Response:
-        """Receives all weights, beside the engine, which keeps its own."""
+        """Receives all weights, next to the engine, which keeps its own."""
         info = (await _body(http)).get("update_info")
         if not isinstance(info, dict):
             raise ProtocolError("update_weights: no update_info, expected an object")
@@ -217,7 +221,8 @@ class Server:
 
     async def metrics(self, http: web.Request) -> web.Response:
         """In Prometheus' form, under vLLM's names."""
-        running, counts = self.worker.rows, self.worker.counts
+        running = self.worker.rows
+        counts = self.worker.counts
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         numbers = {
             "vllm:num_requests_running gauge": running,
@@ -264,13 +269,17 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
-        status, why = error.status, error.text or error.reason
+        status = error.status
+        why = error.text or error.reason
     except (ProtocolError, ValueError) as error:
-        status, why = 400, str(error)
+        status = 400
+        why = str(error)
     except Refused as error:
-        status, why = 409, str(error)
+        status = 409
+        why = str(error)
     except (WireError, RuntimeError) as error:
-        status, why = 500, str(error)
+        status = 500
+        why = str(error)
     return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
 
@@ -281,7 +290,8 @@ async def serve(server: Server, listening: socket.socket, keys: guard.Keys | Non
     )
     await runner.setup()
     await web.SockSite(runner, listening).start()
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     server.worker.start()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.parallel.buckets import KeptBuckets
-from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, need_weights
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, require_weights
 from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
@@ -65,10 +65,14 @@ class ServersEngine(Engine):
         beside: dist.ProcessGroup | None = None,
     ):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self.model, self.group, self.tokenizer = model, group, tokenizer
+        self.model = model
+        self.group = group
+        self.tokenizer = tokenizer
         self.version: int | None = None
         self._streams: set[Stream] = set()
-        self._ended, self._asked = Counter[str](), 0  # prompts; guarded, as are the streams
+        # prompts; guarded, as are the streams
+        self._ended = Counter[str]()
+        self._asked = 0
         self._lock = threading.Lock()
         self.loop = publish.loop = asyncio.new_event_loop()
         limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
@@ -190,11 +194,13 @@ class ServersEngine(Engine):
 
     def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
         where = f"ServersEngine.{call}"
-        need_weights(where, self.version, "no weights were sent yet")
+        require_weights(where, self.version, "no weights were sent yet")
         need_tokenizer(where, sampling, self.tokenizer)
-        if sampling.kept_sets:
+        if sampling.sampling_mask:
             raise ValueError(f"{where}: kept sets, expected none: servers do not return them")
-        stream, is_open, fate = Stream(self.loop, self.router), True, "aborted"
+        stream = Stream(self.loop, self.router)
+        is_open = True
+        fate = "aborted"
         with self._lock:
             self._streams.add(stream)
         try:
@@ -232,10 +238,12 @@ class ServersEngine(Engine):
         stream.close()
 
     def _request(self, stream: Stream, turn: Turn, sampling: Sampling) -> Request:
-        prompt, key = turn.prompt, (turn.prompt.id, turn.index)
+        prompt = turn.prompt
+        key = (turn.prompt.id, turn.index)
         if prompt.images:
             raise ValueError(f"ServersEngine(prompt {prompt.id}): images, expected text alone")
-        before, known = stream.before.get(key), 0
+        before = stream.before.get(key)
+        known = 0
         if before is not None:
             rows = int(before.route_mask.sum())
             begins = prompt.tokens[: rows + 1] == tuple(before.tokens.tolist())
@@ -257,7 +265,8 @@ class ServersEngine(Engine):
             self._stop(parts, sampling)
         start = len(turn.prompt.tokens)
         tokens = torch.tensor((*turn.prompt.tokens, *parts.token_ids))
-        places, logprobs = torch.arange(len(tokens)), torch.zeros(len(tokens))
+        places = torch.arange(len(tokens))
+        logprobs = torch.zeros(len(tokens))
         logprobs[start:] = torch.tensor(parts.logprobs)
         routes = self._routes(stream, turn, parts, len(tokens))
         spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)

@@ -103,7 +103,7 @@ def read_key(folder: str | Path, name: str) -> str:
 
 
 def loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """True if only this machine reaches the address."""
     if host == "localhost":
         return True
     try:
@@ -201,7 +201,8 @@ class Guard:
         refused = self._decide(scope)
         if refused is None and scope["path"] in CHECKED:
             body = await _whole_body(receive)
-            refused, receive = decide_body(scope["path"], body), _again(body, receive)
+            refused = decide_body(scope["path"], body)
+            receive = _again(body, receive)
         if refused is None:
             return await self.app(scope, receive, send)
         status, why = refused

@@ -74,11 +74,13 @@ class _Arrivals:
     """The feed of a lane: never waits, never ends."""
 
     def __init__(self, trajectories: int, max_tokens: int):
-        self.trajectories, self.max_tokens = trajectories, max_tokens
+        self.trajectories = trajectories
+        self.max_tokens = max_tokens
         self.turns: list[Turn] = []
 
     def take(self, wait: bool) -> list[Turn]:
-        turns, self.turns = self.turns, []
+        turns = self.turns
+        self.turns = []
         return turns
 
     def fileno(self) -> int:
@@ -135,7 +137,8 @@ class Lane(Run):
     def adopt(self) -> None:
         """Go on with the engine's new weights, and the keys and values of those before."""
         assert self.engine.version is not None
-        self.version, self._loads = self.engine.version, self.engine.loads
+        self.version = self.engine.version
+        self._loads = self.engine.loads
         for job in self.jobs.values():
             if job.token_ids:
                 job.marks.append((len(job.token_ids), self.version))
@@ -191,7 +194,8 @@ class Lane(Run):
 
     def _add(self, turn: Turn) -> None:
         """A context that leaves what its parked row holds goes on from where both are equal."""
-        key, context = key_of(turn), turn.prompt.tokens
+        key = key_of(turn)
+        context = turn.prompt.tokens
         if (row := self.slots.parked.get(key)) is not None:
             held = self.slots.held[row]
             equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, context)))

@@ -28,7 +28,8 @@ class Model:
     @classmethod
     def of(cls, plan: Plan) -> Model:
         """The model of the plan."""
-        sizes, layers = plan.sizes, plan.router_layers
+        sizes = plan.sizes
+        layers = plan.router_layers
         return cls(sizes.vocab_size, sizes.num_hidden_layers, layers, sizes.num_experts, sizes.topk)
 
     @property
@@ -38,7 +39,8 @@ class Model:
 
     def check(self, request: Request, answer: Answer) -> None:
         """Raises: ProtocolError for tokens and routes that the model cannot have."""
-        top, rows = max(answer.token_ids, default=0), answer.routes
+        top = max(answer.token_ids, default=0)
+        rows = answer.routes
         if top >= self.vocab_size:
             raise ProtocolError(f"token id {top}, expected at most {self.vocab_size - 1}")
         if not self.layer_ids:

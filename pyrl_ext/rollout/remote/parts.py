@@ -37,7 +37,8 @@ class Parts:
 
     def rest(self, salt: str) -> Request:
         """The request for what is missing; its random stream goes on at the next token."""
-        request, rows = self.request, 0 if self.routes is None else len(self.routes)
+        request = self.request
+        rows = 0 if self.routes is None else len(self.routes)
         self._asked += 1
         if self._asked == 1:
             return replace(request, salt=salt)

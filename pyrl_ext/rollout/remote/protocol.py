@@ -17,13 +17,20 @@ from pyrl_ext.samples import Sampling
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/abort_requests"
-PAUSE, RESUME, IS_PAUSED = "/pause", "/resume", "/is_paused"
+PAUSE = "/pause"
+RESUME = "/resume"
+IS_PAUSED = "/is_paused"
 INIT_TRANSFER = "/init_weight_transfer_engine"
 SHUTDOWN_TRANSFER = "/shutdown_weight_transfer_engine"
-START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
-WEIGHT_INFO, WEIGHT_CHECKER = "/weight_info", "/weight_checker"
+START = "/start_weight_update"
+UPDATE = "/update_weights"
+FINISH = "/finish_weight_update"
+WEIGHT_INFO = "/weight_info"
+WEIGHT_CHECKER = "/weight_checker"
 RESET = "/reset_prefix_cache"
-RPC, HEALTH, METRICS = "/collective_rpc", "/health", "/metrics"
+RPC = "/collective_rpc"
+HEALTH = "/health"
+METRICS = "/metrics"
 
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}  # rollout.pause -> /pause?mode=
 FINISH_REASONS = ("stop", "length", "abort")
@@ -267,7 +274,8 @@ class Partial:
             self._add(_Fields(fields.where, each))
 
     def _add(self, choice: _Fields) -> None:
-        where, tokens = choice.where, choice.ints("token_ids", [])
+        where = choice.where
+        tokens = choice.ints("token_ids", [])
         _need(not (self._finish and tokens), where, "tokens after its end", "none")
         content = _Fields(where, choice.take("logprobs", dict, {})).take("content", list, [])
         found = f"{len(content)} log-probs of {len(tokens)} tokens"
@@ -281,7 +289,8 @@ class Partial:
                 tuple((t.take("token_id", int), t.logprob(len(self._top))) for t in top)
             )
         self.token_ids += tokens
-        count, most = len(self.token_ids), self.request.max_tokens
+        count = len(self.token_ids)
+        most = self.request.max_tokens
         _need(count <= most, where, f"{count} tokens", f"at most {most}")
         self._routes = decode_routes(choice.take("routed_experts", str, None), where, self._routes)
         if (spans := choice.take("weight_versions", list, None)) is not None:
@@ -293,8 +302,10 @@ class Partial:
 
     def answer(self) -> Answer:
         """The whole answer, whose parts agree. Raises: ProtocolError."""
-        request, count = self.request, len(self.token_ids)
-        where, finish = f"answer to {request.request_id}", self._finish
+        request = self.request
+        count = len(self.token_ids)
+        where = f"answer to {request.request_id}"
+        finish = self._finish
         _need(finish is not None, where, f"an end after {count} tokens", "a finish_reason")
         _need(count > 0 or finish == "abort", where, "no token", "at least one")
         full = finish != "length" or count == request.max_tokens

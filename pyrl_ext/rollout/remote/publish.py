@@ -168,12 +168,17 @@ def _transfer(
 ) -> list[Taker]:
     """The bytes to all servers; returns those that have verified everything."""
     run = partial(_result, loop)
-    mine, rank = weights.here(), 0 if group is None else group.rank()
+    mine = weights.here()
+    rank = 0 if group is None else group.rank()
     known = gather_objects(([part.server.address for part in parts], bool(mine)), group)
     addresses, _ = known[0]
     first = sum(sends for _, sends in known[:rank])  # each sender's bytes begin at another server
     transfer = Transfer(
-        *(loop, addresses, weights.version, mine, timeout),
+        loop,
+        addresses,
+        weights.version,
+        mine,
+        timeout,
         bucket_bytes=weights.bucket_bytes,
         device=weights.device,
         relay=first % len(addresses) if spread == "relay" and addresses else None,

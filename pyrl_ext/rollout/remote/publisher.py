@@ -41,7 +41,8 @@ class Publisher:
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self.metrics: dict[str, float] = {}
         self._done = Published()
         self.canary = canary_of(plan)
@@ -59,7 +60,8 @@ class Publisher:
 
         Those that lack the version before fail where ``only`` some tensors are sent.
         """
-        rollout, shapes = self.plan.rollout, self.shapes
+        rollout = self.plan.rollout
+        shapes = self.shapes
         weights = Weights(
             named,
             version,
@@ -72,7 +74,9 @@ class Publisher:
         )
         self._done.cancel()
         self._done = publish(
-            *(self.loop, servers, weights),
+            self.loop,
+            servers,
+            weights,
             # caches of a trainer before this one may be of other weights of the same version
             pause="abort" if self._version is None else rollout.pause,
             timeout=rollout.publish_timeout,
@@ -112,7 +116,8 @@ class Publisher:
         """
         if self.canary is None:
             return {}
-        begin, done = time.monotonic(), self._done
+        begin = time.monotonic()
+        done = self._done
         failed = done.wait()
         if score is not None:
             failed |= prove(self.canary, done.seen, version, score)
@@ -128,7 +133,7 @@ class Publisher:
 
 def shapes_of(plan: Plan) -> dict[str, torch.Size]:
     """Shape of every tensor that an engine of this plan holds, by its checkpoint name."""
-    held = Destinations.on_paper(plan.hf, applied_lora(plan))
+    held = Destinations.from_config(plan.hf, applied_lora(plan))
     return {name: held.shape(name) for name in held.parts}
 
 

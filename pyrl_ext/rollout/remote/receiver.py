@@ -41,7 +41,8 @@ class Receiver:
 
     def show(self, way: Way) -> None:
         """How the bytes come to it; it is told before its first frame."""
-        self.first, self.direct = wire.way_frame(asdict(way)), not way.host
+        self.first = wire.way_frame(asdict(way))
+        self.direct = not way.host
         self.ready.set()
 
     def fail(self, reason: str) -> None:

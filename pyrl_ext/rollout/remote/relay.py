@@ -23,7 +23,9 @@ MEET = 10.0  # longest time for the proofs of a secret [s]
 ADMIT = 5.0  # the same, while others wait [s]
 BACKENDS = ("gloo", "nccl")  # of a broadcast
 MAX_MEMBERS = 1024  # of its group
-NUMBER, PORT = 4, 2  # of an engine, and of its relay [bytes]
+# of an engine, and of its relay [bytes]
+NUMBER = 4
+PORT = 2
 HELLO = NUMBER + PORT + 2 * wire.PROOF  # both, a nonce and its proof [bytes]
 
 
@@ -103,7 +105,7 @@ class Relay:
             self._views.put(view)
 
     def close(self) -> None:
-        """No more come. What came is still sent, beside whatever this engine does next."""
+        """No more come. What came is still sent, next to whatever this engine does next."""
         self._views.put(None)
         if not self._begun:
             self._door.close()
@@ -137,11 +139,13 @@ def meet(connection: socket.socket, secret: str, engine: int, port: int = 0) -> 
         engine: number of this one
         port: of its relay; 0: it has none
     """
-    read, size = reader(connection, MEET), len(wire.MAGIC) + wire.PROOF
+    read = reader(connection, MEET)
+    size = len(wire.MAGIC) + wire.PROOF
     hello = bytearray(size)
     read(memoryview(hello))
     wire.need(hello.startswith(wire.MAGIC), "another protocol", f"{wire.MAGIC!r}")
-    theirs, ours = bytes(hello[-wire.PROOF :]), secrets.token_bytes(wire.PROOF)
+    theirs = bytes(hello[-wire.PROOF :])
+    ours = secrets.token_bytes(wire.PROOF)
     known = engine.to_bytes(NUMBER, "little") + port.to_bytes(PORT, "little")
     connection.sendall(known + ours + wire.prove(secret, known, theirs, ours))
     answer = bytearray(wire.PROOF)
@@ -152,7 +156,8 @@ def meet(connection: socket.socket, secret: str, engine: int, port: int = 0) -> 
 
 def numbers_of(hello: bytes) -> tuple[int, int]:
     """The numbers in an engine's hello: its own, and the port of its relay."""
-    number, port = hello[:NUMBER], hello[NUMBER : NUMBER + PORT]
+    number = hello[:NUMBER]
+    port = hello[NUMBER : NUMBER + PORT]
     return int.from_bytes(number, "little"), int.from_bytes(port, "little")
 
 
@@ -162,15 +167,17 @@ def answer_to(hello: bytes, secret: str, ours: bytes) -> bytes | None:
     Args:
         ours: the nonce that it got.
     """
-    numbers, proof = NUMBER + PORT, hello[-wire.PROOF :]
-    known, theirs = hello[:numbers], hello[numbers : -wire.PROOF]
+    numbers = NUMBER + PORT
+    proof = hello[-wire.PROOF :]
+    known = hello[:numbers]
+    theirs = hello[numbers : -wire.PROOF]
     if not wire.same(proof, wire.prove(secret, known, ours, theirs)):
         return None
     return wire.prove(secret, b"sender", theirs, ours)
 
 
 def _admits(connection: socket.socket, secret: str) -> bool:
-    """Whether the engine that connected knows the secret; it is told that this one does."""
+    """True if the engine that connected knows the secret; it is told that this one does."""
     ours = secrets.token_bytes(wire.PROOF)
     connection.sendall(wire.MAGIC + ours)
     hello = bytearray(HELLO)

@@ -78,11 +78,15 @@ class Router:
         self, servers: Sequence[Server], limit: int, least: int, check: Check, name: str = ""
     ):
         self.lanes = [Lane(server) for server in servers]
-        self.limit, self.least, self.check, self.name = limit, least, check, name
+        self.limit = limit
+        self.least = least
+        self.check = check
+        self.name = name
         self.version: int | None = None
         self.newest: int | None = None
         self.traffic = Traffic()
-        self._held, self._publishes = True, 0
+        self._held = True
+        self._publishes = 0
         self._broken: Exception | None = None
         self._bound: dict[Hashable, Lane] = {}
         self._unbound: OrderedDict[Hashable, deque[Waiter]] = OrderedDict()
@@ -96,15 +100,19 @@ class Router:
 
         Raises: RuntimeError when too few servers are left; Refused.
         """
-        parts, loop = Parts(request), asyncio.get_running_loop()
+        parts = Parts(request)
+        loop = asyncio.get_running_loop()
         self.traffic.requests += 1
         while parts.finish_reason is None:
             asked_at = loop.time()
             lane = await self._placed(group)
-            began, version, publishes = loop.time(), self.version or 0, self._publishes
+            began = loop.time()
+            version = self.version or 0
+            publishes = self._publishes
             self.traffic.queue_seconds += began - asked_at
             asked = parts.rest(str(version))
-            part, pace = Partial(asked), None
+            part = Partial(asked)
+            pace = None
             try:
                 answer = await lane.server.generate(asked, part)
                 self._checked(lane.server, asked, answer, version)
@@ -222,11 +230,14 @@ class Router:
         lane.server.fail(reason, keeps)
         if not (lane.used or lane.there):
             return
-        lane.used, lane.there, lane.pace = False, False, None
+        lane.used = False
+        lane.there = False
+        lane.pace = None
         lane.failures += 1
         lane.due = self._publishes + 2 ** (lane.failures - 1)
         self._bound = {group: to for group, to in self._bound.items() if to is not lane}
-        waiting, lane.waiting = lane.waiting, deque()
+        waiting = lane.waiting
+        lane.waiting = deque()
         for group, waiter in waiting:
             self._unbound.setdefault(group, deque()).append((group, waiter))
             self._unbound.move_to_end(group, last=False)
@@ -265,7 +276,8 @@ class Router:
 
         Returns: address -> reason of the servers that this rank took out.
         """
-        self._held, self.newest = True, version
+        self._held = True
+        self.newest = version
         for lane in self.lanes:
             lane.server.paused = True
         return {
@@ -284,7 +296,8 @@ class Router:
         for lane in self.lanes:
             server = lane.server
             if server.address in tried and tried[server.address] is None:
-                lane.used, server.failure = True, None
+                lane.used = True
+                server.failure = None
             elif lane.used or server.address in tried:
                 self.take_out(lane, tried.get(server.address) or "the first rank does not use it")
             server.paused = False

@@ -68,15 +68,19 @@ class Transfer:
         relay: int | None = None,
         broadcast: bool = False,
     ):
-        self.loop, self.version, self.limit = loop, version, limit
-        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self.loop = loop
+        self.version = version
+        self.limit = limit
+        self.bucket_bytes = bucket_bytes
+        self.device = torch.device(device)
         self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
         self._engines = [Receiver(address, limit) for address in engines]
         self._relay = None if len(engines) < 2 else relay
         self._to_all = ToAll(self.device, limit) if broadcast else None
         alone = self._relay is None and not broadcast
         self._patience = limit if alone else PATIENCE * limit
-        self.sent_bytes, self._sent = 0, dict[str, tuple[int, ...]]()
+        self.sent_bytes = 0
+        self._sent = dict[str, tuple[int, ...]]()
         self._doors: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -238,7 +242,8 @@ class Transfer:
                 answer = answer_to(hello, asked.secret, ours)
                 if asked.socket or asked.error or answer is None:
                     return
-                each, asked.socket = asked, connection
+                each = asked
+                asked.socket = connection
                 each.relay = connection.getpeername()[0], port
                 await self.loop.sock_sendall(connection, answer)
                 each.met.set()
@@ -261,11 +266,13 @@ class Transfer:
         if self._to_all is not None and there:
             self._to_all.meet(there, self._patience)
             return
-        secret, before = "", ("", 0)
+        secret = ""
+        before = ("", 0)
         for each in there:
             after = "" if each is there[-1] else secrets.token_hex(32)
             each.show(Way(*before, secret, after, self._patience))
-            secret, before = after, each.relay
+            secret = after
+            before = each.relay
 
     async def _met(self, each: Receiver, way: Way | None = None) -> None:
         try:
@@ -293,7 +300,9 @@ class Transfer:
             await each.ready.wait()
             if each.error or each.socket is None:
                 return
-            begin, frames, each.first = time.monotonic(), each.first + frame, b""
+            begin = time.monotonic()
+            frames = each.first + frame
+            each.first = b""
             try:
                 async with asyncio.timeout(min(each.left, self._patience)):
                     await self.loop.sock_sendall(each.socket, frames)

@@ -1,4 +1,4 @@
-"""The ranks that send weights to engines apart, and what each of them sends."""
+"""The ranks that send weights to remote engines, and what each of them sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def senders_of(grid: Grid, senders: int, buckets: Sequence[tuple[int, int]]) -> 
         buckets: (pipeline stage, bytes) of each, in the order in which they are gathered
     """
     ranks = [grid.ranks[i * len(grid.ranks) // senders] for i in range(senders)]
-    stages, load = {rank: grid.place(rank).pp for rank in ranks}, dict.fromkeys(ranks, 0)
+    stages = {rank: grid.place(rank).pp for rank in ranks}
+    load = dict.fromkeys(ranks, 0)
     found = [grid.first] * len(buckets)
     has_none = [stage not in stages.values() for stage, _ in buckets]
     for number in sorted(range(len(buckets)), key=has_none.__getitem__):

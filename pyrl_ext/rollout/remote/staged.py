@@ -65,7 +65,8 @@ class UpdateInfo:
         kinds = {"doors": list, "engine": int, "version": int}
         kinds |= {"silence": (float, int), "only": (list, type(None))}
         wire.need_kinds(fields, kinds)
-        doors, only = fields["doors"], fields["only"]
+        doors = fields["doors"]
+        only = fields["only"]
         good = 0 < len(doors) <= MAX_SENDERS and 0 <= fields["engine"] < 2**32
         rule = f"1 to {MAX_SENDERS} senders and a number"
         wire.need(good, f"{len(doors)} senders, engine {fields['engine']}", rule)
@@ -105,7 +106,8 @@ class StagedUpdate:
 
     def drop(self) -> None:
         """Forget what came."""
-        self._started, self._came = False, None
+        self._started = False
+        self._came = None
 
     def update(self, info: Mapping[str, Any]) -> UpdateInfo:
         """Receive and verify all tensors.
@@ -116,7 +118,8 @@ class StagedUpdate:
         Raises: WireError; the update has to be started again.
         Communicates: every byte, once, from the trainer's ranks.
         """
-        started, _ = self._started, self.drop()
+        started = self._started
+        _ = self.drop()
         wire.need(started, "an update that was not started", "/start_weight_update first")
         known = UpdateInfo.from_json(info)
         self._came = known, fetch(known, self._expected(known.only), self.device)
@@ -128,7 +131,8 @@ class StagedUpdate:
         Args:
             version: that the trainer asks to finish; None: it does not say
         """
-        came, _ = self._came, self.drop()
+        came = self._came
+        _ = self.drop()
         wire.need(came is not None, "a finish without weights", "an update that succeeded")
         assert came is not None
         info, tensors = came
@@ -152,7 +156,8 @@ def fetch(
 
     Raises: WireError naming the sender, also when it is not there, is another one, or stops.
     """
-    incoming, failed = wire.Incoming(wanted, info.version), list[wire.WireError]()
+    incoming = wire.Incoming(wanted, info.version)
+    failed = list[wire.WireError]()
     connections = list[socket.socket]()
 
     def take(door: Door) -> None:

@@ -29,7 +29,8 @@ class Stream:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, router: Router):
-        self.loop, self.router = loop, router
+        self.loop = loop
+        self.router = router
         self.left: dict[int, Turn] = {}
         self.prompts: set[int] = set()
         self.before: dict[Key, Sample] = {}

@@ -44,8 +44,11 @@ class Taker:
         failed: dict[str, str],
         seconds: dict[str, float],
     ):
-        self.server, self.version, self.left = server, version, timeout
-        self.failed, self.seconds = failed, seconds
+        self.server = server
+        self.version = version
+        self.left = timeout
+        self.failed = failed
+        self.seconds = seconds
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
@@ -161,7 +164,9 @@ class Taker:
         Args:
             reason: why a rank could not send it its part; None: all could
         """
-        address, fetching, begin = self.server.address, self.fetching, time.monotonic()
+        address = self.server.address
+        fetching = self.fetching
+        begin = time.monotonic()
         assert fetching is not None
         if reason is not None:
             why = reason if address in reason else f"{address}: it {reason}"

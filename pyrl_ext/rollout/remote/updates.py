@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pyrl_ext.parallel.buckets import KeptBuckets, Named
 from pyrl_ext.parallel.collective_errors import agree, gather_objects
-from pyrl_ext.rollout.engine import ScoreCanaries, need_weights
+from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.publisher import Publisher
 from pyrl_ext.rollout.remote.router import Lane, Router, Traffic
 
@@ -46,9 +46,13 @@ class Updates:
         keep: KeptBuckets | None = None,
         beside: dist.ProcessGroup | None = None,
     ):
-        self.router, self.publish, self.counts = router, publish, counts
-        self.patience, self.group = patience, group
-        self._keep, self._beside = keep, beside
+        self.router = router
+        self.publish = publish
+        self.counts = counts
+        self.patience = patience
+        self.group = group
+        self._keep = keep
+        self._beside = beside
         self.metrics: dict[str, float] = {}
         self._version: int | None = None
         self._unproved = False
@@ -110,7 +114,8 @@ class Updates:
             return False
         self.wait()
         assert self._version is not None
-        self._unproved, error = False, None
+        self._unproved = False
+        error = None
         try:
             if self._check is not None:
                 self._check.result()
@@ -150,12 +155,16 @@ class Updates:
         held: Mapping[str, str],
         group: dist.ProcessGroup | None,
     ) -> None:
-        begin, reports, error = time.monotonic(), gather_objects(held, group), None
+        begin = time.monotonic()
+        reports = gather_objects(held, group)
+        error = None
         lanes = list[Lane]()
         try:
             if group is None or group.rank() == 0:
                 if only is not None:
-                    need_weights("ServersEngine.load_weights", self._version, "only some are sent")
+                    require_weights(
+                        "ServersEngine.load_weights", self._version, "only some are sent"
+                    )
                 found = self._run(self._ready(reports))
                 lanes = [lane for lane in found if only is None or lane.used]
         except Exception as caught:  # every rank has to know, or the others wait forever

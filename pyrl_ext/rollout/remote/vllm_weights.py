@@ -54,8 +54,9 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         model: torch.nn.Module,
     ):
         super().__init__(config, vllm_config, device, model)
-        self._destinations = Destinations.on_paper(vllm_config.model_config.model)
-        parts, shape = self._destinations.parts, self._destinations.shape
+        self._destinations = Destinations.from_config(vllm_config.model_config.model)
+        parts = self._destinations.parts
+        shape = self._destinations.shape
         self.staged = StagedUpdate({name: shape(name) for name in parts}, device)
         self._taken: dict[str, Tensor] = {}
         self.reload_weights = self._reload
@@ -92,7 +93,9 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
 
     def finish_weight_update(self) -> None:
         """Load what came. Raises: WireError if nothing did."""
-        tensors, only, error = dict[str, Tensor](), None, None
+        tensors = dict[str, Tensor]()
+        only = None
+        error = None
         if self._world.rank_in_group == 0:
             try:
                 info, tensors = self.staged.finish()

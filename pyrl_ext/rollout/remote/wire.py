@@ -28,7 +28,9 @@ from pyrl_ext.parallel.buckets import Bucket
 MAGIC = b"pyrl weights 3\r\n"
 PROOF = 32  # of a nonce, and of a proof [bytes]
 HEAD = struct.Struct("<cxxxIQ")  # kind, size of the description, size of the tensors [bytes]
-WAY, BUCKET, END = b"W", b"B", b"E"
+WAY = b"W"
+BUCKET = b"B"
+END = b"E"
 CHUNK = 4 << 20  # bytes after which the place in a bucket is noted
 MAX_DESCRIPTION = 1 << 24  # [bytes]
 MAX_NAME = 512  # of a tensor [characters]
@@ -66,7 +68,7 @@ def prove(secret: str, role: bytes, theirs: bytes, ours: bytes) -> bytes:
 
 
 def same(proof: bytes, expected: bytes) -> bool:
-    """Whether a proof is right, in a time that does not depend on how far it is."""
+    """True if a proof is right, in a time that does not depend on how far it is."""
     return hmac.compare_digest(proof, expected)
 
 
@@ -133,8 +135,10 @@ class Incoming:
     """
 
     def __init__(self, wanted: Mapping[str, Size], version: int):
-        self.wanted, self.version = wanted, version
-        self._claimed, self._came = dict[str, object](), dict[str, Tensor]()
+        self.wanted = wanted
+        self.version = version
+        self._claimed = dict[str, object]()
+        self._came = dict[str, Tensor]()
 
     def take(self, read: Read, payload: Read, note: Callable[[str], object]) -> None:
         """All frames of one sender behind the first; each sender's in a thread.
@@ -146,7 +150,8 @@ class Incoming:
 
         Raises: WireError naming what is wrong; what ``read`` does.
         """
-        found, number = dict[str, Tensor](), 0
+        found = dict[str, Tensor]()
+        number = 0
         while True:
             kind, fields, size = frame(read, BUCKET, END)
             need(fields.get("number") == number, f"frame {fields.get('number')!r}", f"{number}")
@@ -171,12 +176,13 @@ class Incoming:
         fields: Mapping[str, Any],
         size: int,
     ) -> dict[str, Tensor]:
-        tensors, wanted = fields.get("tensors"), self.wanted
+        tensors = fields.get("tensors")
+        wanted = self.wanted
         need(isinstance(tensors, list) and bool(tensors), "a bucket without tensors", "some")
         layout = list[tuple[str, torch.dtype, Size]]()
         for name, dtype, shape in map(_tensor, tensors or ()):
             need(name in wanted, f"{name[:MAX_NAME]!r}", "a tensor that the engine holds")
-            # one step, also beside other senders: who is first has the name
+            # one step, also next to other senders: who is first has the name
             claim = object()
             need(
                 self._claimed.setdefault(name, claim) is claim, f"{name} twice", "each tensor once"
@@ -196,7 +202,8 @@ class Incoming:
         return {slot.name: slot.view(buffer) for slot in bucket.slots}
 
     def _check_end(self, fields: Mapping[str, Any], found: Mapping[str, Tensor]) -> None:
-        version, names = fields.get("version"), {name: self.wanted[name] for name in found}
+        version = fields.get("version")
+        names = {name: self.wanted[name] for name in found}
         need(version == self.version, f"version {version!r}", f"{self.version}")
         need(fields.get("count") == len(found), "another count of tensors", f"{len(found)}")
         need(fields.get("names") == names_digest(names), "names of other tensors", "the same")

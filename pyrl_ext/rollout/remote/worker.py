@@ -37,7 +37,8 @@ class Worker(threading.Thread):
 
     def __init__(self, engine: HFEngine, max_tokens: int):
         super().__init__(daemon=True, name="engine")
-        self.engine, self.max_tokens = engine, max_tokens
+        self.engine = engine
+        self.max_tokens = max_tokens
         self.lanes: dict[Sampling, Lane] = {}
         self.state = "runs"
         self.held: list[Job] = []  # they came while it does not run
@@ -174,7 +175,9 @@ class Worker(threading.Thread):
             self._paused()
 
     def _paused(self) -> None:
-        self.state, calls, self._drained = "paused", self._drained, []
+        self.state = "paused"
+        calls = self._drained
+        self._drained = []
         for call in reversed(calls):
             call()
 
@@ -182,7 +185,9 @@ class Worker(threading.Thread):
         """Go on, with the requests that came in the meantime."""
         if self.engine.version is None and self.busy:
             raise Refused("resume: the engine has no complete weights, expected a publish first")
-        self.state, held, self.held = "runs", self.held, []
+        self.state = "runs"
+        held = self.held
+        self.held = []
         for job in held:
             try:
                 self._put(job)

@@ -31,7 +31,8 @@ def check_trajectory(samples: Sequence[Sample]) -> None:
     Raises:
         ValueError: naming the trajectory and the turn
     """
-    turn, where = 0, ""
+    turn = 0
+    where = ""
 
     def need(ok: bool, found: str, rule: str) -> None:
         if not ok:

@@ -21,7 +21,7 @@ from pyrl_ext.samples import Prompt, Sample, Turn
 
 
 @dataclass(frozen=True)
-class Manner:
+class ConversationConfig:
     """How all conversations of a run are held.
 
     Args:
@@ -54,8 +54,10 @@ class Conversation:
         close_failed: why the environment did not close
     """
 
-    def __init__(self, prompt: Prompt, index: int, manner: Manner):
-        self.prompt, self.index, self.manner = prompt, index, manner
+    def __init__(self, prompt: Prompt, index: int, manner: ConversationConfig):
+        self.prompt = prompt
+        self.index = index
+        self.manner = manner
         self.turns: list[Sample] = []
         self.forks = self.changed = 0
         self.seconds = 0.0
@@ -69,7 +71,7 @@ class Conversation:
 
     @property
     def over(self) -> bool:
-        """Whether the trajectory is done or dropped."""
+        """True if the trajectory is done or dropped."""
         return self.samples is not None or self.dropped is not None
 
     def begin(self, calls: Calls) -> None:
@@ -100,7 +102,8 @@ class Conversation:
             except Dropped as dropped:
                 raise Dropped(dropped.reason, f"{call.name}: {dropped}") from dropped
         except Dropped as dropped:
-            self.dropped, turn = dropped, None
+            self.dropped = dropped
+            turn = None
         if turn is None:
             self._close(calls)
         return turn
@@ -138,7 +141,8 @@ class Conversation:
         return self._turn()
 
     def _after_step(self, value: object) -> Turn | None:
-        result, turns = read_step(value), self.manner.turns
+        result = read_step(value)
+        turns = self.manner.turns
         self._reward += result.reward
         if result.done:
             return self._end("stop")
@@ -149,7 +153,8 @@ class Conversation:
         return self._turn() if self._room else self._end("length")
 
     def _observe(self, observation: Observation | None) -> None:
-        reader, known = self.manner.reader, self._context
+        reader = self.manner.reader
+        known = self._context
         if not isinstance(observation, Context):
             known += reader.appended(observation)
             return
@@ -165,7 +170,7 @@ class Conversation:
                 "fork",
                 f"returned a context that differs from token {at} of {len(known)} on, expected one "
                 "that continues what is there (turns.form concatenated, or images). Use turns.form "
-                "stepwise to train such turns apart",
+                "stepwise to train such turns separately",
             )
         self.forks += 1
         self._context = tokens

@@ -1,4 +1,4 @@
-"""Calls of environments, beside the engine: none of them holds up the run or each other.
+"""Calls of environments, next to the engine: none of them holds up the run or each other.
 
 A function runs in a thread of its call, a coroutine in one event loop with all others. A call
 over its time limit is given up: `TimeUp` is raised in its thread, its coroutine is cancelled. A
@@ -68,7 +68,9 @@ class Calls:
     """
 
     def __init__(self, timeout: float, retries: int = 0):
-        self.timeout, self.retries, self.retried = timeout, retries, 0
+        self.timeout = timeout
+        self.retries = retries
+        self.retried = 0
         self._settings = SharedSettings()
         self._lock = threading.Lock()
         self._open: set[Call] = set()  # not over
@@ -101,7 +103,8 @@ class Calls:
             (files := select.poll()).register(self._file, select.POLLIN)  # `select`: below 1024
             files.poll()
         with self._lock:
-            done, self._done = self._done, []
+            done = self._done
+            self._done = []
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._file)
         return done
@@ -117,7 +120,8 @@ class Calls:
         self._closed.set()
         self._watch.join()
         with self._lock:
-            left, self._open = [*self._open, *self._overdue], set()
+            left = [*self._open, *self._overdue]
+            self._open = set()
             for call in left:
                 call.over = True
         for call in left:
@@ -134,7 +138,8 @@ class Calls:
             threading.Thread(target=self._run, args=(call,), name=call.name, daemon=True).start()
 
     def _run(self, call: Call) -> None:
-        value, error = None, None
+        value = None
+        error = None
         try:
             try:
                 call.thread = threading.get_ident()
@@ -155,11 +160,13 @@ class Calls:
             if self._loop is None:
                 self._loop = _Loop()
             call.loop = self._loop
-        call.inside, call.others = 0.0, call.loop.busy
+        call.inside = 0.0
+        call.others = call.loop.busy
         call.loop.start(call, self._drive(call, call.loop, coroutine))
 
     async def _drive(self, call: Call, loop: _Loop, coroutine: Coroutine[Any, Any, Any]) -> None:
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = await _timed(coroutine, call, loop)
         except BaseException as caught:
@@ -177,7 +184,8 @@ class Calls:
             dropped = self._late(call)
         elif error is not None:
             if isinstance(error, Exception) and call.retries and not call.over:
-                call.retries, self.retried = call.retries - 1, self.retried + 1
+                call.retries = call.retries - 1
+                self.retried = self.retried + 1
                 return self._launch(call)
             dropped = Dropped("error", f"{call.name}: raised {describe(error)}, expected a result")
         call.value = value
@@ -193,7 +201,9 @@ class Calls:
             if call.over:
                 return
             call.over, call.dropped, call.seconds = True, dropped, time.monotonic() - call.began
-            call.args, call.loop, call.task = (), None, None
+            call.args = ()
+            call.loop = None
+            call.task = None
             self._open.discard(call)
             self._done.append(call)
             os.eventfd_write(self._file, 1)
@@ -202,7 +212,8 @@ class Calls:
         """The thread that watches time limits."""
         while not self._closed.wait(min(_POLL_SECONDS, self.timeout / 4)):
             with self._lock:
-                calls, overdue = [*self._open], [*self._overdue]
+                calls = [*self._open]
+                overdue = [*self._overdue]
             now = time.monotonic()
             for call in calls:
                 if self._elapsed(call, now) > self.timeout:
@@ -214,7 +225,8 @@ class Calls:
 
     def _elapsed(self, call: Call, now: float) -> float:
         """Seconds of a call; while other coroutines keep the loop busy its clock stops."""
-        elapsed, loop = now - call.began, call.loop
+        elapsed = now - call.began
+        loop = call.loop
         if loop is None:
             return elapsed
         others = loop.busy - call.others - call.inside
@@ -223,7 +235,8 @@ class Calls:
         return elapsed - others
 
     def _expire(self, call: Call, now: float) -> None:
-        loop, task = call.loop, call.task
+        loop = call.loop
+        task = call.task
         blocks = loop is not None and loop.held is not None and loop.held[0] is call
         dropped = self._late(call)
         if blocks:
@@ -231,7 +244,8 @@ class Calls:
             dropped = Dropped("blocked", text)
         self._over(call, dropped)
         if loop is None or blocks:
-            call.loop, call.again = loop, now + min(_GRACE_SECONDS, self.timeout)
+            call.loop = loop
+            call.again = now + min(_GRACE_SECONDS, self.timeout)
             with self._lock:
                 self._overdue.add(call)
             self._interrupt(call)
@@ -335,7 +349,8 @@ def _timed(
         try:
             step, value = coroutine.send, (yield awaited)
         except BaseException as error:  # cancelled, or closed
-            step, value = coroutine.throw, error
+            step = coroutine.throw
+            value = error
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

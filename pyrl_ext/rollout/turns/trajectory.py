@@ -30,11 +30,14 @@ def samples_of(
             parts[-1].append(turn)
         else:
             parts.append([turn])
-    samples, changed, number = [], 0, 0
+    samples = []
+    changed = 0
+    number = 0
     for part in parts:
         sample, rows = _merged(part, number, routes)
         samples.append(replace(sample, last=False))
-        changed, number = changed + rows, number + len(part)
+        changed = changed + rows
+        number = number + len(part)
     samples[-1] = replace(samples[-1], last=True)
     return samples, changed
 
@@ -46,7 +49,8 @@ def _continues(before: Sample, turn: Sample) -> bool:
 
 def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]:
     """One sample of turns that continue each other; ``number`` is the first's."""
-    first, whole = turns[0], turns[-1]
+    first = turns[0]
+    whole = turns[-1]
     loss_mask = torch.zeros_like(whole.loss_mask)
     logprobs = torch.zeros_like(whole.rollout_logprobs)
     spans = tuple((turn.prompt_len, turn.tokens.numel()) for turn in turns)
@@ -82,14 +86,17 @@ def _routes(turns: list[Sample], policy: str) -> tuple[Tensor | None, Tensor, in
     whole = turns[-1]
     if whole.routes is None or len(turns) == 1:
         return whole.routes, whole.route_mask, 0
-    routes, mask = torch.zeros_like(whole.routes), torch.zeros_like(whole.route_mask)
+    routes = torch.zeros_like(whole.routes)
+    mask = torch.zeros_like(whole.route_mask)
     changed = 0
     for turn in turns:
         assert turn.routes is not None  # an engine reports them for all turns or for none
         size = turn.tokens.numel()
-        known, found = mask[:size], turn.route_mask
+        known = mask[:size]
+        found = turn.route_mask
         both = (known & found).nonzero()[:, 0]
-        before, now = routes[both], turn.routes[both]
+        before = routes[both]
+        now = turn.routes[both]
         if not torch.equal(before, now):  # the order of a row's experts means nothing
             differs = before.int().sort(-1).values != now.int().sort(-1).values
             changed += int(differs.flatten(1).any(1).sum())
@@ -103,7 +110,8 @@ def _kept(turns: list[Sample]) -> tuple[Tensor | None, Tensor | None]:
     """Numbers and ids of the tokens that sampling kept; rows of no turn are not drawn."""
     if turns[-1].kept_counts is None:
         return None, None
-    counts, ids = torch.full_like(turns[-1].kept_counts, -1), list[Tensor]()
+    counts = torch.full_like(turns[-1].kept_counts, -1)
+    ids = list[Tensor]()
     for turn in turns:
         assert turn.kept_counts is not None and turn.kept_ids is not None  # for all or for none
         counts[turn.prompt_len : turn.tokens.numel()] = turn.kept_counts[turn.prompt_len :]

@@ -9,7 +9,7 @@ from contextlib import closing
 
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.turns.check import check_trajectory
-from pyrl_ext.rollout.turns.conversation import Conversation, Manner
+from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
 from pyrl_ext.rollout.turns.env_executor import Call, Calls
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 
@@ -33,10 +33,11 @@ class Feed:
         self,
         prompts: Sequence[Prompt],
         size: int,
-        manner: Manner,
+        manner: ConversationConfig,
         note: Callable[[str, str], None] | None = None,
     ):
-        self.trajectories, self.max_tokens = len(prompts) * size, manner.turns.max_tokens
+        self.trajectories = len(prompts) * size
+        self.max_tokens = manner.turns.max_tokens
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.waited = 0.0
         self._note = note
@@ -77,7 +78,8 @@ class Feed:
 
     def over(self) -> list[Conversation]:
         """The trajectories that are over since the last call."""
-        over, self._over = self._over, []
+        over = self._over
+        self._over = []
         for conversation in over:
             if conversation.samples is not None:
                 check_trajectory(conversation.samples)
@@ -114,7 +116,8 @@ class Feed:
         return turn
 
     def _count(self, conversation: Conversation) -> None:
-        counts, turns = self.counts, len(conversation.turns)
+        counts = self.counts
+        turns = len(conversation.turns)
         counts["begun"] += 1
         counts["seconds"] += conversation.seconds
         if conversation.dropped is not None:

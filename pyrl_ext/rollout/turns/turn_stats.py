@@ -14,7 +14,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.prompt_groups import Counts, Event
 from pyrl_ext.rollout.turns.check import check_trajectories
-from pyrl_ext.rollout.turns.conversation import Manner
+from pyrl_ext.rollout.turns.conversation import ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -29,11 +29,14 @@ class Environments:
 
     def __init__(self, plan: Plan, source: Source):
         assert source.environment is not None and source.tokenizer is not None  # the plan names it
-        self.plan, turns = plan, plan.turns
+        self.plan = plan
+        turns = plan.turns
         reader = Reader(source.tokenizer, plan.sizes.vocab_size, turns.max_observation_tokens)
         budget = plan.rollout.max_new_tokens
-        make, decode, stop_ids = source.environment, source.decode, source.stop_ids
-        self.manner = Manner(make, reader, decode, stop_ids, turns, budget)
+        make = source.environment
+        decode = source.decode
+        stop_ids = source.stop_ids
+        self.manner = ConversationConfig(make, reader, decode, stop_ids, turns, budget)
         self._noted: set[str] = set()
 
     def need_turns(self, engine: Engine, rank: int) -> None:
@@ -65,7 +68,7 @@ class Environments:
 
 
 def conversations(
-    manner: Manner,
+    manner: ConversationConfig,
     note: Callable[[str, str], None],
     engine: Engine,
     prompts: Sequence[Prompt],

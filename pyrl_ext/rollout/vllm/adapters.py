@@ -28,7 +28,7 @@ def lora_arguments(config: dict[str, Any], lora: Lora | None) -> dict[str, Any]:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
-    adapters = adapters_of(lora, Destinations.on_paper(config).parts)
+    adapters = adapters_of(lora, Destinations.from_config(config).parts)
 
     if experts := [name for name in adapters if ".experts." in name and cpu.installed()]:
         raise ValueError(
@@ -74,7 +74,7 @@ class AdapterLoading:
         """To be called before the first load, with the plan's section. Returns why vLLM would not
         apply some of the adapters."""
         self.lora = Lora.model_validate(lora)
-        weights = Destinations.on_paper(self.vllm_config.model_config.model).parts
+        weights = Destinations.from_config(self.vllm_config.model_config.model).parts
         adapters = self.adapters = adapters_of(self.lora, weights)
         manager = self._manager
         packed = {part for parts in manager.packed_modules.values() for part in parts}

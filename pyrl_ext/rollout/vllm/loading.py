@@ -62,7 +62,7 @@ class Loading(AdapterLoading):
     ) -> None:
         if self._destinations is None:
             given = self.vllm_config.model_config.model
-            self._destinations = Destinations.on_paper(given, self.lora)
+            self._destinations = Destinations.from_config(given, self.lora)
         if only is None:
             self._taken = {}
         else:
@@ -104,7 +104,8 @@ class Loading(AdapterLoading):
         """The model that this worker serves, as `Identity` compares it."""
         known = self.vllm_config.model_config
         config = json.loads(Path(known.model, "config.json").read_text(encoding="utf-8"))
-        held, dtype = Destinations.on_paper(config), str(known.dtype)[6:]
+        held = Destinations.from_config(config)
+        dtype = str(known.dtype)[6:]
         shapes = {name: held.shape(name) for name in held.parts}
         return Identity.of(config, shapes, dtype, known.tokenizer).to_json()
 

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine in a process of the trainer, beside its process groups."""
+"""Starts vLLM's engine in a process of the trainer, next to its process groups."""
 
 from __future__ import annotations
 
@@ -69,14 +69,16 @@ def start(interpreted: bool, **arguments: Any) -> LLMEngine:
 def world_of(ranks: int | None) -> Iterator[None]:
     """vLLM makes its groups of all ranks that torch has, which waits for all of them; within this,
     of the first ``ranks``, without the others, such as an encoder's, that have no engine."""
-    size, make = dist.get_world_size, dist.new_group
+    size = dist.get_world_size
+    make = dist.new_group
     if ranks is not None and dist.is_initialized():
         dist.get_world_size = lambda group=None: ranks if group is None else size(group)
         dist.new_group = partial(_new_group, make)
     try:
         yield
     finally:
-        dist.get_world_size, dist.new_group = size, make
+        dist.get_world_size = size
+        dist.new_group = make
 
 
 _MADE = Counter[tuple[int, ...]]()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.vllm import cpu
-from pyrl_ext.rollout.vllm.kept_sets import KeptSets
 from pyrl_ext.rollout.vllm.loading import Loading
+from pyrl_ext.rollout.vllm.sampling_mask import KeptSets
 from pyrl_ext.samples import route_dtype
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class WorkerExtension(Loading, KeptSets):
         self._now[: len(topk_ids), slot] = topk_ids.to("cpu", self._now.dtype)
         if slot < len(self._slots) - 1:
             return
-        row, requests = 0, self.model_runner.requests
+        row = 0
+        requests = self.model_runner.requests
         for name in self.model_runner.input_batch.req_ids:
             count = self._scheduled.num_scheduled_tokens[name]
             part = self._now[row : row + count].clone()
@@ -64,7 +65,8 @@ class WorkerExtension(Loading, KeptSets):
     def take_routes(self, name: str, tokens: int) -> tuple[Tensor | None, Tensor]:
         """Routes [tokens, layers, K] of a finished request, and the mask [tokens] of those computed
         here: neither the last token, which is no input, nor any from a prefix cache."""
-        routes, routed = None, torch.zeros(tokens, dtype=torch.bool)
+        routes = None
+        routed = torch.zeros(tokens, dtype=torch.bool)
         for start, part in self._kept.pop(name, ()):  # a preempted request has some rows twice
             if routes is None:
                 routes = part.new_zeros(tokens, *part.shape[1:])
@@ -74,14 +76,16 @@ class WorkerExtension(Loading, KeptSets):
 
     def forget_routes(self) -> None:
         """Drop the routes and kept sets of aborted requests, which nobody takes."""
-        self._kept, self._sets = {}, {}
+        self._kept = {}
+        self._sets = {}
 
     def _execute_with_generators(
         self, scheduled: SchedulerOutput, *args: object, **kwargs: object
     ) -> object:
         """For a partial prefill vLLM samples a token, discards it and rewinds the generator, which
         CPU generators cannot do: keep the generator here until the next step."""
-        self._scheduled, runner = scheduled, self.model_runner
+        self._scheduled = scheduled
+        runner = self.model_runner
         batch = runner.input_batch
         for name, generator in self._generators.items():
             batch.generators[batch.req_id_to_index[name]] = generator

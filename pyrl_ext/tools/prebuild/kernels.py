@@ -66,12 +66,14 @@ def build(plan: Plan, folder: Path, say: Callable[[str], object] = print) -> Non
 
     Raises: ValueError when the plan names no GPU.
     """
-    target, config = _target(plan), family(plan.model.family).config(plan.sizes)
+    target = _target(plan)
+    config = family(plan.model.family).config(plan.sizes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # until all are there
     with offline(folder, target) as found:
         for name, launch in launches(plan, config):
-            before, start = len(found), perf_counter()
+            before = len(found)
+            start = perf_counter()
             for rows in ROWS:
                 launch(rows)
             new = sum(not hit for _, hit in found[before:])

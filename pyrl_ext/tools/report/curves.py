@@ -31,7 +31,7 @@ GROUPS = {
     "Turns": ("turns",),
     "Samples": ("rollout", "data"),
     "Age of samples": ("age",),
-    "Engines apart": ("servers", "publish"),
+    "Remote engines": ("servers", "publish"),
     "Time": ("time", "tokens_per_s"),
     "Bytes": ("batch", "memory"),
 }
@@ -141,7 +141,7 @@ def _chart(name: str) -> dict[str, Any]:
 
 
 def _spans_decades(curves: Sequence[dict[str, Any]]) -> bool:
-    """Whether a logarithmic axis shows more: all values are positive, over two decades or more."""
+    """True if a logarithmic axis shows more: all values are positive, over two decades or more."""
     values = [v for curve in curves for v in (*curve["y"], *curve.get("low", ())) if v is not None]
     return bool(values) and min(values) > 0 and max(values) > 100 * min(values)
 

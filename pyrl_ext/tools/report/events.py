@@ -59,7 +59,8 @@ def _engines(run: int, folder: Folder) -> Iterator[Event]:
     if "servers/used" not in folder.columns:
         return
     steps, used = folder.columns["servers/used"]
-    steps, used = steps[np.isfinite(used)], used[np.isfinite(used)]
+    steps = steps[np.isfinite(used)]
+    used = used[np.isfinite(used)]
     changes = np.flatnonzero(np.diff(used)) + 1
     for at in changes[-20:].tolist():
         kind = "engine lost" if used[at] < used[at - 1] else "engine joined"
@@ -74,7 +75,8 @@ def _counted(run: int, folder: Folder) -> Iterator[Event]:
         places = np.flatnonzero(np.isfinite(values) & (values > 0))
         if not len(places):
             continue
-        metric, newest = lookup(name), int(steps[places[-1]])
+        metric = lookup(name)
+        newest = int(steps[places[-1]])
         unit = "" if metric is None or metric.unit == "1" else f" {metric.unit}"
         total = "" if not unit else f"{values[places].sum():,.6g}{unit} in "
         words = "" if metric is None else metric.definition

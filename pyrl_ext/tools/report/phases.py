@@ -1,4 +1,4 @@
-"""Seconds of a step by phase, and memory, beside the plan's estimates."""
+"""Seconds of a step by phase, and memory, next to the plan's estimates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Phase(NamedTuple):
 
 def phases(folders: Sequence[Folder]) -> tuple[list[Phase], list[str]]:
     """Mean seconds of a step by phase, and sentences about estimates."""
-    found, estimated, remarks = [], [], []
+    found = []
+    estimated = []
+    remarks = []
     for folder in folders:
         steps = max(1, folder.step)
         found.append({name: s / steps for name, s in phase_seconds(folder.run).items()})
@@ -60,8 +62,9 @@ def phases(folders: Sequence[Folder]) -> tuple[list[Phase], list[str]]:
 
 
 def memory(folders: Sequence[Folder]) -> Phase | None:
-    """The most memory of a rank in any step, beside the plan's; None: no run has measured it."""
-    name, found = "memory/peak", list[tuple[int, bool, float]]()
+    """The most memory of a rank in any step, next to the plan's; None: no run has measured it."""
+    name = "memory/peak"
+    found = list[tuple[int, bool, float]]()
     for run, folder in enumerate(folders):
         values = folder.values(name)
         if not len(values):

@@ -119,7 +119,8 @@ def recorded(folder: Folder) -> Recorded:
     step = int(newest.removeprefix("step-"))
     scored = sorted((s for s in samples if s.reward == s.reward), key=lambda s: -s.reward)
     chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
-    note, decode = "", _ids
+    note = ""
+    decode = _ids
     try:
         decode = load_tokenizer(plan.tokenizer_path or "").decode
     except DataError as error:  # a hub's, which is not on this machine
@@ -150,7 +151,8 @@ def expert_load(samples: Sequence[Sample], experts: int) -> list[list[float]]:
 
 
 def _gaps(sample: Sample, scores: Scores) -> Gaps:
-    key, size = (sample.prompt_id, sample.index, sample.turn), sample.tokens.numel()
+    key = (sample.prompt_id, sample.index, sample.turn)
+    size = sample.tokens.numel()
     if key not in scores:
         return {}
     tokens, logprobs = scores[key]
@@ -166,10 +168,12 @@ def _title(sample: Sample) -> str:
 
 
 def _shown(sample: Sample, decode: Any, gaps: Gaps) -> Shown:
-    size, prompt = sample.tokens.numel(), sample.prompt_len
+    size = sample.tokens.numel()
+    prompt = sample.prompt_len
     begin = max(0, prompt - TOKENS // 4)  # the task is at the end of a long prompt
     end = min(size, begin + TOKENS)
-    pieces, at = [], begin
+    pieces = []
+    at = begin
     while at < end:
         stop = at + 1
         text = decode(sample.tokens[at:stop].tolist())
@@ -182,7 +186,8 @@ def _shown(sample: Sample, decode: Any, gaps: Gaps) -> Shown:
 
 
 def _piece(sample: Sample, at: int, text: str, apart: float | None) -> Piece:
-    logprob, sampled = float(sample.rollout_logprobs[at]), bool(sample.loss_mask[at])
+    logprob = float(sample.rollout_logprobs[at])
+    sampled = bool(sample.loss_mask[at])
     kind = "prompt" if at < sample.prompt_len else "sampled" if sampled else "observed"
     limits = UNLIKELY if apart is None else APART
     tone = sum(logprob < limit if apart is None else abs(apart) > limit for limit in limits)

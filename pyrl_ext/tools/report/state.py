@@ -20,7 +20,7 @@ from pyrl_ext.tools.report.curves import columns
 
 
 class State(NamedTuple):
-    """Whether a run goes on, in a word and a sentence; tone as a `Verdict`'s."""
+    """True if a run goes on, in a word and a sentence; tone as a `Verdict`'s."""
 
     tone: str
     word: str
@@ -89,7 +89,8 @@ class Folder:
         where = f"{plan.world_size} {plan.hardware.gpu or plan.device + ' rank'}"
         where += "s" * (plan.world_size > 1)
         parts = [f"{plan.model.family}, {count(parameters(plan.sizes).total)} parameters", where]
-        batching, step = plan.batching, f"{plan.samples} records a step"
+        batching = plan.batching
+        step = f"{plan.samples} records a step"
         if plan.has_rollouts:
             step = f"{batching.prompts} x {batching.samples_per_prompt} samples a step"
             parts += [f"{plan.objective.loss}, {plan.objective.advantage}"]
@@ -118,13 +119,14 @@ class Folder:
 
     @property
     def state(self) -> State:
-        """Whether the run goes on, by its lock, its error and its steps."""
+        """True if the run goes on, by its lock, its error and its steps."""
         since, (owner, there) = duration(age(self.path)), holder(self.path)
         if there is None:
             return State("plain", "runs", f"says {owner}; last step {since} ago")
         if there:
             return State("good", "runs", f"{owner}; last step {since} ago")
-        error, metrics = self.path / "error.txt", (self.path / "metrics.jsonl").stat()
+        error = self.path / "error.txt"
+        metrics = (self.path / "metrics.jsonl").stat()
         if error.is_file() and error.stat().st_mtime >= metrics.st_mtime:  # else it went on since
             return State("bad", "failed", last_line(error))
         if self.total is not None and self.step >= self.total:

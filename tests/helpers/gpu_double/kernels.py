@@ -51,7 +51,8 @@ def _attention(
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of packed sequences; a causal mask is aligned to the last row and column."""
-    out, lse = torch.zeros_like(query), query.new_zeros(query.shape[:2], dtype=torch.float32).T
+    out = torch.zeros_like(query)
+    lse = query.new_zeros(query.shape[:2], dtype=torch.float32).T
     for q, k in _segments(cu_q, cu_k):
         probs, lse[:, q] = _probs(query[q], key[k], causal, scale)
         out[q] = torch.einsum("hqk,khd->qhd", probs, _heads(value[k], query)).to(out.dtype)
@@ -94,7 +95,8 @@ def _attention_backward(
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor) -> list[tuple[slice, slice]]:
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    ends_q = cu_q.tolist()
+    ends_k = cu_k.tolist()
     queries = [slice(a, b) for a, b in pairwise(ends_q)]
     keys = [slice(a, b) for a, b in pairwise(ends_k)]
     return list(zip(queries, keys, strict=True))

@@ -133,7 +133,8 @@ def poison(memory: torch.UntypedStorage | Tensor) -> None:
 def poisoned(like: Tensor) -> Tensor:
     """A host tensor with the strides of ``like``, which may be a tensor without data."""
     strides = like.stride() if like.numel() else None
-    shape, dtype = like.shape, like.dtype
+    shape = like.shape
+    dtype = like.dtype
     out = (
         torch.empty_strided(shape, strides, dtype=dtype)
         if strides

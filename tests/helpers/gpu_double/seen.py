@@ -44,7 +44,8 @@ SEEN = Seen()
 def place() -> str:
     """``file:line function`` of the innermost caller in this repository, or of the innermost one
     that is not torch, such as megatron."""
-    frame, other = sys._getframe(1), ""
+    frame = sys._getframe(1)
+    other = ""
     while frame is not None:
         name = frame.f_code.co_filename
         here = name.startswith(str(ROOT)) and "/.venv/" not in name

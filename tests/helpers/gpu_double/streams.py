@@ -127,7 +127,8 @@ def drain_all() -> None:
 class DeviceModule:
     """The double's ``torch.cuda``; ``torch.get_device_module`` returns it."""
 
-    Stream, Event = Stream, Event
+    Stream = Stream
+    Event = Event
     current_stream = staticmethod(current_stream)
     stream = staticmethod(on_stream)
 

@@ -54,7 +54,8 @@ class OnDevice(Tensor):
             dtype=host.dtype,
             device=memory.device(),
         )
-        made.host, made.block = host, memory.Block.of(host)
+        made.host = host
+        made.block = memory.Block.of(host)
         return made
 
     @classmethod
@@ -93,7 +94,8 @@ class OnDevice(Tensor):
     @data.setter
     def data(self, other: OnDevice) -> None:
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.host, self.block = other.host, other.block
+        self.host = other.host
+        self.block = other.block
 
 
 class Device(TorchDispatchMode):
@@ -166,7 +168,8 @@ def _check_sides(op: Any, args: Any, tensors: list[Tensor]) -> None:
 
 def _to_copy(source: Tensor, kwargs: dict[str, Any]) -> Tensor:
     to = torch.device(kwargs.get("device") or source.device)
-    blocking, pinned = not kwargs.get("non_blocking"), kwargs.get("pin_memory")
+    blocking = not kwargs.get("non_blocking")
+    pinned = kwargs.get("pin_memory")
     dtype = kwargs.get("dtype") or source.dtype
     order = kwargs.get("memory_format") or torch.preserve_format
     like = torch.empty_like(_meta(source), dtype=dtype, memory_format=order)
@@ -178,7 +181,8 @@ def _to_copy(source: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 def _copy(out: Any, source: Any, blocking: bool) -> Any:
     """Copy ``source`` to ``out``, one of which is on the device."""
-    stream, op = current_stream(), aten.copy_.default
+    stream = current_stream()
+    op = aten.copy_.default
     if isinstance(out, OnDevice) and isinstance(source, OnDevice):
         return _launch(op, (out, source), {})
     if isinstance(out, OnDevice):
@@ -244,7 +248,8 @@ def _submit(
     op: Any, args: Any, stream: Stream, out: Any, kwargs: dict[str, Any] | None = None
 ) -> None:
     """Add ``op`` to the queue of ``stream``; its results are copied to ``out``."""
-    at, frozen = place(), pytree.tree_map_only(Tensor, _frozen, (args, kwargs or {}))
+    at = place()
+    frozen = pytree.tree_map_only(Tensor, _frozen, (args, kwargs or {}))
 
     def work() -> None:
         try:

@@ -37,8 +37,10 @@ def _answering_torch_cuda(device: torch.device) -> Iterator[None]:
 
     cpu.install()
     cuda: Any = torch.cuda
-    cuda.Stream, cuda.Event = streams.Stream, streams.Event
-    cuda.current_stream, cuda.stream = streams.current_stream, streams.on_stream
+    cuda.Stream = streams.Stream
+    cuda.Event = streams.Event
+    cuda.current_stream = streams.current_stream
+    cuda.stream = streams.on_stream
     cuda.synchronize = torch.get_device_module(device).synchronize
 
     def to_double(self: Tensor, *_: Any, non_blocking: bool = False, **__: Any) -> Tensor:

@@ -73,7 +73,8 @@ def _different_collectives(communicator: Communicator, calls: Calls) -> Iterator
         shown = [_shown(call, communicator.on_device) for call in row]
         other = next((i for i, each in enumerate(shown) if each != shown[0]), None)
         if other is not None:
-            here, there = _next_of(ranks[0], row[0]), _next_of(ranks[other], row[other])
+            here = _next_of(ranks[0], row[0])
+            there = _next_of(ranks[other], row[other])
             where = next(_in(call) for call in row if call)
             yield f"communicator {communicator.name}: {here}, where {there}{where}"
             return
@@ -100,7 +101,8 @@ def _unfit(ranks: list[int], row: list[Call]) -> str:
         return ""
     for i, sender in enumerate(row):
         for j, receiver in enumerate(row):
-            sent, expected = sender.splits[0][j], receiver.splits[1][i]
+            sent = sender.splits[0][j]
+            expected = receiver.splits[1][i]
             if sent != expected:
                 return (
                     f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]} in {sender.text}, "

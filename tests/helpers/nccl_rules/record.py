@@ -21,15 +21,30 @@ from tests.helpers.nccl_rules.program import Call, Communicator, Message, Wait, 
 from tests.helpers.nccl_rules.tensors import faults_of, size_of, splits_of
 
 COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter"),
-    *("all_gather_into_tensor", "all_gather_single", "_all_gather_base"),
-    *("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"),
-    *("all_to_all_single", "all_to_all"),
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "_all_gather_base",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "all_to_all_single",
+    "all_to_all",
 )
 # over gloo on a GPU, too
 HOST_COLLECTIVES = (
-    *("barrier", "monitored_barrier", "all_gather_object", "gather_object"),
-    *("broadcast_object_list", "scatter_object_list"),
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
 )
 MESSAGES = {"isend": "send", "irecv": "recv", "send": "send", "recv": "recv"}
 
@@ -72,7 +87,8 @@ class Awaited:
     """A handle that writes down where it is waited for."""
 
     def __init__(self, work: Any, wait: Callable[[], None]):
-        self._work, self._wait = work, wait
+        self._work = work
+        self._wait = wait
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         self._wait()
@@ -94,7 +110,8 @@ class Recorder:
         self._file = path.open("w", buffering=1)  # every line at once: the process may be killed
         self._on_device = on_device
         self._thread = get_ident()
-        self._number, self.where = 0, ""
+        self._number = 0
+        self.where = ""
         self.used = Counter[str]()
 
     # what the wrapped functions call --------------------------------------------------------------
@@ -117,7 +134,8 @@ class Recorder:
         group = dist.group.WORLD if group is None else group
         if self._inside or not isinstance(group, dist.ProcessGroup):
             return None
-        site, messages = site_of(sys._getframe(1)), details.get("messages", [])
+        site = site_of(sys._getframe(1))
+        messages = details.get("messages", [])
         there = {self._on_device(tensor, site, group) for tensor in tensors}
         on_device = True in there
         if not on_device and (messages or get_ident() != self._thread):
@@ -159,7 +177,8 @@ class Recorder:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call torch's function, and write nothing down that it calls in turn."""
-        before, self._inside = self._inside, True
+        before = self._inside
+        self._inside = True
         try:
             return function(*args, **kwargs)
         finally:
@@ -178,7 +197,8 @@ class Recorder:
         self._part = []
 
         def written() -> Call | None:
-            parts, self._part = self._part or [], None
+            parts = self._part or []
+            self._part = None
             if not parts:
                 return None
             first = parts[0]
@@ -261,7 +281,8 @@ def _collective(recorder: Recorder, name: str, function: Any) -> Any:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = _given(signature, args, kwargs)
-        group, reduce_op = given["group"], given.get("op")
+        group = given["group"]
+        reduce_op = given.get("op")
         written = recorder.call(
             name,
             group,
@@ -291,12 +312,14 @@ def _host_collective(recorder: Recorder, name: str, function: Any) -> Any:
 
 
 def _message(recorder: Recorder, name: str, function: Any) -> Any:
-    signature, kind = inspect.signature(function), MESSAGES[name]
+    signature = inspect.signature(function)
+    kind = MESSAGES[name]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = _given(signature, args, kwargs)
-        tensor, peer = given["tensor"], _rank_of(given, "dst" if kind == "send" else "src")
+        tensor = given["tensor"]
+        peer = _rank_of(given, "dst" if kind == "send" else "src")
         messages = [_message_of(kind, peer, tensor)]
         written = recorder.call(name, given["group"], [tensor], messages=messages)
         if written is not None and name == kind:  # not isend and irecv

@@ -72,10 +72,11 @@ class Simulation:
             self.at[rank] += 1
 
     def _join(self, communicator: Communicator, rank: int) -> bool:
-        """Whether the communicator is there; else this rank waits for the others."""
+        """True if the communicator is there; else this rank waits for the others."""
         if not communicator.on_device:
             return True
-        present, wanted = self.arrived[communicator], set(communicator.ranks)
+        present = self.arrived[communicator]
+        wanted = set(communicator.ranks)
         was_there = present == wanted
         present.add(rank)
         if not was_there and present == wanted:
@@ -96,7 +97,8 @@ class Simulation:
 
     def _start(self, launch: Launch) -> None:
         """Run what has come to the head of its queue."""
-        call, rank = launch.call, launch.rank
+        call = launch.call
+        rank = launch.rank
         communicator = call.communicator
         if not call.messages:
             running = self._running[communicator, launch.index, call.op]

@@ -12,10 +12,19 @@ from torch import Tensor
 
 # torch's table (ProcessGroupNCCL: getNcclDataType); bool travels as uint8, complex as pairs
 MOVED = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 }
 NOT_REDUCED = {torch.float8_e4m3fn, torch.float8_e5m2}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -98,7 +107,8 @@ def splits_of(op: str, given: dict[str, Any]) -> list[list[int]]:
         return []
     found: list[list[int]] = []
     for name in ("input", "output"):
-        tensor, sizes = given[name], given[f"{name}_split_sizes"]
+        tensor = given[name]
+        sizes = given[f"{name}_split_sizes"]
         if sizes is None or not len(sizes):
             members = dist.get_world_size(given["group"])
             sizes = [len(tensor) // members] * members

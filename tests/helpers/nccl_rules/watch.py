@@ -19,8 +19,10 @@ class Watch:
     """
 
     def __init__(self, folder: Path, world_size: int):
-        self.folder, self.world_size = folder, world_size
-        self._written, self._since = -1, time.monotonic()
+        self.folder = folder
+        self.world_size = world_size
+        self._written = -1
+        self._since = time.monotonic()
 
     @property
     def _paths(self) -> list[Path]:
@@ -30,9 +32,11 @@ class Watch:
         """Who waits for whom, if no rank can go on; else nothing. Looks once in each silence."""
         if not all(path.exists() for path in self._paths):
             return ""
-        written, now = sum(path.stat().st_size for path in self._paths), time.monotonic()
+        written = sum(path.stat().st_size for path in self._paths)
+        now = time.monotonic()
         if written != self._written:
-            self._written, self._since = written, now
+            self._written = written
+            self._since = now
             return ""
         if now - self._since < QUIET:
             return ""

@@ -17,6 +17,8 @@ from tests.helpers.adapters import factors_of, logits, merged, random_tensors
 from tests.helpers.engines import GLM, QWEN
 from tests.helpers.models import TRAINED
 
+pytestmark = pytest.mark.multiprocess
+
 KINDS = ("per_expert", "shared_outer", "none")
 TOKENS = torch.arange(3, 63).view(2, 30)
 
@@ -25,7 +27,8 @@ TOKENS = torch.arange(3, 63).view(2, 30)
 @pytest.mark.parametrize("hf", [GLM, QWEN, TRAINED["nemotron_h"]], ids=["glm", "qwen", "nemotron"])
 def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
     lora = Lora.model_validate({"rank": 4, "expert_rank": 2, "alpha": 6, "experts": experts})
-    engine, plain = HFEngine(hf, lora=lora), HFEngine(hf)
+    engine = HFEngine(hf, lora=lora)
+    plain = HFEngine(hf)
     given = random_tensors(engine, 0)
     engine.load_weights(given.items(), 0)
     plain.load_weights(merged(given, lora).items(), 0)
@@ -51,7 +54,7 @@ def test_adapters_have_the_names_and_shapes_of_the_trainers_table(hf: dict[str, 
         lora = Lora.model_validate({"rank": 4, "expert_rank": 2, "alpha": 6, "experts": experts})
         rows = adapter_table(weights, lora)
         ours = {n: s for row in rows for n, s in zip(row.hf_names, row.shapes, strict=True)}
-        held = Destinations.on_paper(hf, lora)
+        held = Destinations.from_config(hf, lora)
         assert {n: tuple(held.shape(n)) for n in held.parts if ".lora_" in n} == ours
 
 

@@ -12,6 +12,8 @@ from pyrl_ext.ops.digest import digest
 from pyrl_ext.rollout.hf.engine import HFEngine
 from tests.helpers.vision import KIMI_VL, QWEN_VL, write_model
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize("hf", [KIMI_VL, QWEN_VL], ids=["kimi", "qwen"])
 def test_fill_puts_published_tensors_where_transformers_does(tmp_path: Path, hf: dict[str, Any]):
@@ -21,7 +23,8 @@ def test_fill_puts_published_tensors_where_transformers_does(tmp_path: Path, hf:
     engine = HFEngine(hf)
     engine.load_weights(named.items(), version=0)
     theirs: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
-    ours, want = engine.model.state_dict(), theirs.state_dict()
+    ours = engine.model.state_dict()
+    want = theirs.state_dict()
     assert ours.keys() == want.keys()
     assert not [name for name, tensor in want.items() if not torch.equal(ours[name], tensor)]
     assert engine.checksums() == {name: digest(tensor) for name, tensor in named.items()}

@@ -24,6 +24,8 @@ from tests.helpers.engines import (
     random_model,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", CONFIGS)
@@ -156,7 +158,7 @@ def test_generate_returns_the_tokens_that_were_kept(options: dict[str, Any]):
     """Rows finish at other times than they begin, so sets move with their samples."""
     model = random_model(GLM)
     sampling = Sampling(9, samples_per_prompt=5, stop_ids=tuple(range(20)), **options)
-    asked = replace(sampling, kept_sets=True)
+    asked = replace(sampling, sampling_mask=True)
     engine = engine_of(model, GLM, max_num_seqs=4)
     plainly = engine.generate(prompts_of([4, 2, 7], 128), sampling)
     drawn = engine.generate(prompts_of([4, 2, 7], 128), asked)
@@ -181,10 +183,14 @@ def test_generate_leaves_global_random_numbers_alone():
 
 
 def test_load_weights_makes_two_engines_equal():
-    first, second = random_model(GLM, 0), random_model(GLM, 1)
-    prompts, sampling = prompts_of([5, 3], 128), Sampling(6, samples_per_prompt=2)
-    one, two = engine_of(first, GLM), engine_of(second, GLM)
-    a, b = one.generate(prompts, sampling), two.generate(prompts, sampling)
+    first = random_model(GLM, 0)
+    second = random_model(GLM, 1)
+    prompts = prompts_of([5, 3], 128)
+    sampling = Sampling(6, samples_per_prompt=2)
+    one = engine_of(first, GLM)
+    two = engine_of(second, GLM)
+    a = one.generate(prompts, sampling)
+    b = two.generate(prompts, sampling)
     assert [s.response for s in a] != [s.response for s in b]
     one.load_weights(checkpoint(second).items(), version=4)
     again = one.generate(prompts, sampling)
@@ -204,7 +210,8 @@ def test_load_weights_converts_float32_for_a_bfloat16_engine():
 
 def test_load_weights_skips_mtp_layers():
     config = {**GLM, "num_nextn_predict_layers": 1}
-    engine, tensors = HFEngine(config), checkpoint(random_model(GLM))
+    engine = HFEngine(config)
+    tensors = checkpoint(random_model(GLM))
     extra = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
     engine.load_weights({**tensors, **extra}.items(), 0)
     with pytest.raises(ValueError, match=r"model\.layers\.5\.x: unknown name"):
@@ -217,7 +224,8 @@ def test_generate_refuses_before_weights_were_loaded():
 
 
 def test_load_weights_lists_all_bad_tensors_and_blocks_generation():
-    engine, tensors = engine_of(random_model(GLM), GLM), checkpoint(random_model(GLM))
+    engine = engine_of(random_model(GLM), GLM)
+    tensors = checkpoint(random_model(GLM))
     bad = dict(tensors)
     missing = "model.layers.2.mlp.experts.5.up_proj.weight"
     del bad[missing]
@@ -245,7 +253,8 @@ def test_load_weights_lists_all_bad_tensors_and_blocks_generation():
 
 
 def test_load_weights_replaces_only_the_tensors_it_names():
-    first, then = checkpoint(random_model(GLM)), checkpoint(random_model(GLM, seed=1))
+    first = checkpoint(random_model(GLM))
+    then = checkpoint(random_model(GLM, seed=1))
     some = {"model.norm.weight", "model.layers.2.mlp.experts.5.up_proj.weight"}
     engine = engine_of(random_model(GLM), GLM)
     parts = [(name, then[name]) for name in some]
@@ -266,14 +275,16 @@ def test_load_weights_replaces_only_the_tensors_it_names():
 
 
 def test_load_weights_needs_every_tensor_of_a_checkpoint():
-    engine, tensors = HFEngine(GLM), checkpoint(random_model(GLM))
+    engine = HFEngine(GLM)
+    tensors = checkpoint(random_model(GLM))
     for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"):
         with pytest.raises(ValueError, match=f"{name}: missing"):
             engine.load_weights(((n, t) for n, t in tensors.items() if n != name), 0)
 
 
 def test_load_weights_that_fails_half_way_blocks_generation():
-    engine, tensors = engine_of(random_model(GLM), GLM), checkpoint(random_model(GLM))
+    engine = engine_of(random_model(GLM), GLM)
+    tensors = checkpoint(random_model(GLM))
 
     def broken() -> Any:
         yield from list(tensors.items())[:10]

@@ -14,6 +14,8 @@ from tests.helpers.engines import assert_matches_plain, engine_of, random_model
 from tests.helpers.images import END, KIMI, PAD, QWEN3_VL, SCALE, START, prompt_of
 from tests.helpers.prompts import CONFIGS
 
+pytestmark = pytest.mark.multiprocess
+
 FAMILIES = {"qwen3_vl_moe": (QWEN3_VL, 96), "kimi_k25": (KIMI, 48)}
 
 
@@ -31,7 +33,7 @@ def inputs_of(sample: Sample) -> dict[str, torch.Tensor]:
 
 
 def is_text(sample: Sample) -> bool:
-    """Whether the response has no placeholder; transformers would look for its image."""
+    """True if the response has no placeholder; transformers would look for its image."""
     return not {PAD, START, END, 73} & {*sample.response}
 
 
@@ -68,7 +70,8 @@ def test_read_config_leaves_the_dict_as_it_is():
 def test_generate_depends_on_the_image():
     model = random_model(QWEN3_VL)
     engine = engine_of(model, QWEN3_VL, scale=SCALE)
-    first, other = prompt_of(1, (4, 4), width=96), prompt_of(2, (4, 4), width=96)
+    first = prompt_of(1, (4, 4), width=96)
+    other = prompt_of(2, (4, 4), width=96)
     swapped = Prompt(1, first.tokens, images=other.images)
     greedy = Sampling(6, greedy=True)
     (a,), (b,) = engine.generate([first], greedy), engine.generate([swapped], greedy)

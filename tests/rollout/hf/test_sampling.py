@@ -17,7 +17,8 @@ def brute_force(logits: np.ndarray, temperature: float, top_k: int, top_p: float
     kept = order[:top_k] if top_k else order
     mass = np.exp(scaled[kept] - scaled.max())
     mass /= mass.sum()
-    chosen, total = [], 0.0
+    chosen = []
+    total = 0.0
     for token, p in zip(kept, mass, strict=True):
         if top_p < 1 and total >= top_p:
             break
@@ -56,7 +57,8 @@ def test_draw_follows_the_distribution_and_never_takes_a_cut_token():
 
 
 def test_uniforms_are_uniform_and_uncorrelated():
-    ids, places = torch.arange(400), torch.arange(50)
+    ids = torch.arange(400)
+    places = torch.arange(50)
     keys = stream_keys(0, ids, torch.zeros_like(ids))
     u = torch.stack([uniforms(keys, places[i].expand(400)) for i in range(50)]).numpy()
     assert u.min() > 0 and u.max() < 1
@@ -73,7 +75,8 @@ def test_uniforms_are_uniform_and_uncorrelated():
 
 def test_uniforms_are_splitmix64_of_key_and_position():
     """The stream of key k at position p is splitmix64's output number p + 1 from the state k."""
-    state, mask = 1234567, 2**64 - 1
+    state = 1234567
+    mask = 2**64 - 1
     for position in range(3):
         z = (state + (position + 1) * 0x9E3779B97F4A7C15) & mask
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -19,6 +19,8 @@ from tests.helpers.engines import (
     random_model,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 TEXT = (
     "der Ärger über 東京 is größer than the 🙂 thought </answer> answer </think> think Ü 京東 🙂🙃 "
 )
@@ -56,7 +58,8 @@ def test_complete_finds_the_token_that_decoding_whole_prefixes_finds(words: Any)
     draw = random.Random(0)
     pieces = [words(piece)["input_ids"] for piece in (*TEXT, *TEXT.split(), "<eos>", "\xff")]
     pieces += [[i] for i in range(len(words))]  # among them bytes that are no text
-    found, spans = 0, set()
+    found = 0
+    spans = set()
     for _ in range(300):
         tokens = [token for _ in range(12) for token in draw.choice(pieces)]
         text = words.decode(tokens)
@@ -82,11 +85,14 @@ def test_generate_ends_with_the_token_that_completes_a_stop_string(words: Any):
     config = {**GLM, "vocab_size": VOCAB}
     model = random_model(config, std=0.05)
     engine = engine_of(model, config, max_num_seqs=7, tokenizer=words)
-    prompts, stop = prompts_of([3, 9, 5, 1], VOCAB), (" t", "\u00e4", "e", "<eos>")
+    prompts = prompts_of([3, 9, 5, 1], VOCAB)
+    stop = (" t", "\u00e4", "e", "<eos>")
     free = Sampling(24, samples_per_prompt=5, seed=1)
     with_stop = Sampling(24, samples_per_prompt=5, seed=1, stop=stop, stop_ids=(65, 66))
-    before, after = engine.generate(prompts, free), engine.generate(prompts, with_stop)
-    ends, lengths = [], set()
+    before = engine.generate(prompts, free)
+    after = engine.generate(prompts, with_stop)
+    ends = []
+    lengths = set()
     for whole, cut in zip(before, after, strict=True):
         at = [whole.response.index(i) + 1 for i in (65, 66) if i in whole.response]
         by_text = first_end(words, whole.response, stop)

@@ -19,6 +19,8 @@ from tests.helpers.engines import (
     random_model,
 )
 
+pytestmark = pytest.mark.multiprocess
+
 
 def uneven(engine: HFEngine, **more: Any) -> tuple[Any, Sampling]:
     return prompts_of([3, 7, 2, 5], 128), Sampling(

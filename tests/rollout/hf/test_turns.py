@@ -25,6 +25,8 @@ from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
 from tests.helpers.prompts import CONFIGS as FOLDERS
 from tests.helpers.turns import ScriptedFeed, afresh, answers, by_turn, first_turns, ragged
 
+pytestmark = pytest.mark.multiprocess
+
 SAMPLING = Sampling(6, 1.3, stop_ids=(*range(20, 28),), seed=5)
 
 
@@ -96,7 +98,8 @@ def test_answer_computes_only_what_is_new_of_a_context():
 def test_answer_does_not_depend_on_what_runs_beside_a_turn(slots: int):
     """Nor on when observations come: at once, or late, some rows waiting for a thread."""
     model = random_model(GLM)
-    prompts, script = prompts_of([4, 6, 2], 128), ragged(3, 128)
+    prompts = prompts_of([4, 6, 2], 128)
+    script = ragged(3, 128)
     at_once = engine_of(model, GLM)
     expected = by_turn(answers(at_once, ScriptedFeed(first_turns(prompts, 2, 6), script), SAMPLING))
     engine = engine_of(model, GLM, max_num_seqs=slots, max_prefill_tokens=24)
@@ -126,7 +129,7 @@ def test_answer_takes_a_context_that_ends_with_what_was_sampled():
 
 
 def test_answer_fills_a_row_to_its_last_place():
-    """One context leaves room for its turn alone, beside one whose observation is longer."""
+    """One context leaves room for its turn alone, next to one whose observation is longer."""
     model = random_model(GLM)
     engine = engine_of(model, GLM)
 
@@ -189,7 +192,8 @@ def test_answer_continues_trajectories_with_images(slots: int):
 
 def test_answer_never_continues_from_earlier_weights():
     """A trajectory's later turns are asked for after a publish, with the context of before."""
-    model, then = random_model(GLM), random_model(GLM, seed=1)
+    model = random_model(GLM)
+    then = random_model(GLM, seed=1)
     engine = engine_of(model, GLM)
     prompts = prompts_of([5, 8], 128)
     first = first_turns(prompts, 3, 6)

@@ -42,6 +42,8 @@ from tests.helpers.sleeper import Echo, Sleeper
 from tests.helpers.tiny import tiny_plan
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns, ragged
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
 SMALL = 20_000  # bytes of a bucket; one tensor is larger, all are sixty times that
 WEIGHTS = list(checkpoint(random_model(GLM)).items())
 NORM = "model.layers.1.input_layernorm.weight"
@@ -122,7 +124,8 @@ def test_generate_equals_an_engine_in_this_process(engine: ProcessEngine):
 def test_load_weights_replaces_only_the_tensors_it_names(engine: ProcessEngine):
     loaded(engine)
     engine.load_weights([(NORM, dict(WEIGHTS)[NORM] * 2)], 4, only={NORM})
-    before, after = digests(WEIGHTS), engine.checksums()
+    before = digests(WEIGHTS)
+    after = engine.checksums()
     assert {name for name in after if after[name] != before[name]} == {NORM}
 
 
@@ -216,7 +219,8 @@ def test_answer_raises_the_errors_of_the_process_and_of_the_feed(
 
 def test_answer_passes_contexts_that_no_pipe_holds(tmp_path: Path):
     """Both ends send at the same time, more than the other reads at once."""
-    size, group = 100_000, 6
+    size = 100_000
+    group = 6
 
     def script(sample: Sample) -> list[int] | None:
         assert sample.tokens[-1] == sample.index

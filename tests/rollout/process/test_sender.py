@@ -15,6 +15,8 @@ from torch import Tensor
 from pyrl_ext.rollout.process.channel import Broadcast, Kind
 from pyrl_ext.rollout.process.sender import Reader, Sender
 
+pytestmark = pytest.mark.multiprocess
+
 
 def tensors(seed: int) -> list[tuple[str, Tensor]]:
     """Tensors of all kinds and sizes."""

@@ -14,6 +14,8 @@ from pyrl_ext.rollout.process.client import ProcessEngine
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.sleeper import unbuildable
 
+pytestmark = pytest.mark.multiprocess
+
 ROOT = Path(__file__).parents[3]
 
 PARENT = """

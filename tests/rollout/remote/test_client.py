@@ -43,7 +43,8 @@ def test_generate_returns_the_whole_answer():
 def test_generate_keeps_the_tokens_of_a_server_that_dies():
     with HttpEngine() as engine:
         engine.dies = 5
-        request, alive = request_of(1), list[bool]()
+        request = request_of(1)
+        alive = list[bool]()
         part = Partial(request)
 
         async def use(server: Server) -> None:
@@ -90,7 +91,8 @@ def test_generate_gives_up_a_server_that_hangs(after: int):
 
 def test_generate_waits_longer_for_a_server_that_generates_for_others():
     with HttpEngine() as engine:
-        engine.hangs_after, engine.busy = 0, True
+        engine.hangs_after = 0
+        engine.busy = True
 
         async def use(server: Server) -> None:
             waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
@@ -110,7 +112,8 @@ def test_generate_is_patient_while_weights_are_published():
             server.paused = True
             waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
             await asyncio.sleep(0.8)
-            server.paused, engine.hangs_after = False, None
+            server.paused = False
+            engine.hangs_after = None
             await waiting
 
         ask(engine, use, silence=0.2)

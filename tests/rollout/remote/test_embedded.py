@@ -29,6 +29,8 @@ from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_o
 from tests.helpers.servers import Gate, served
 from tests.helpers.tiny import CONFIG as TINY
 
+pytestmark = pytest.mark.multiprocess
+
 MODEL = random_model(GLM)
 SAMPLING = Sampling(12, 1.3, stop_ids=(*range(20, 28),), samples_per_prompt=3, seed=5)
 Check = Callable[..., Coroutine[Any, Any, None]]
@@ -40,7 +42,8 @@ def asynchronous(check: Check) -> Any:
     def run(*args: Any, **kwargs: Any) -> None:
         asyncio.run(asyncio.wait_for(check(*args, **kwargs), 60))
 
-    run.__name__, run.__doc__ = check.__name__, check.__doc__
+    run.__name__ = check.__name__
+    run.__doc__ = check.__doc__
     run.__signature__ = __import__("inspect").signature(check)  # type: ignore[attr-defined]
     return run
 
@@ -100,7 +103,8 @@ async def test_generate_equals_the_engine(family: str):
 
 @asynchronous
 async def test_generate_does_not_depend_on_an_abort_and_a_second_server():
-    prompts, sampling = prompts_of([5, 9], GLM["vocab_size"]), replace(SAMPLING, stop_ids=())
+    prompts = prompts_of([5, 9], GLM["vocab_size"])
+    sampling = replace(SAMPLING, stop_ids=())
     expected = engine_of(MODEL, GLM).generate(prompts, sampling)
     first = engine_of(MODEL, GLM)
     gate = Gate(first)
@@ -264,7 +268,8 @@ async def test_generate_aborts_what_is_added_after_its_client_went_away():
 
 
 def test_worker_bounds_the_caches_of_requests_that_draw_in_other_ways():
-    worker, loop = Worker(engine_of(MODEL, GLM), 200), asyncio.new_event_loop()
+    worker = Worker(engine_of(MODEL, GLM), 200)
+    loop = asyncio.new_event_loop()
     (prompt,) = prompts_of([4], GLM["vocab_size"])
     ways = [replace(SAMPLING, temperature=1 + n / 10) for n in range(MOST_LANES + 1)]
     for n, sampling in enumerate(ways[:-1]):

@@ -78,7 +78,8 @@ class Waiting(Versions):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.goes_on = threading.Event()
 
     def __call__(
         self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
@@ -128,7 +129,8 @@ def engines():
 
 def assert_right(sample: Sample, seed: int = 5) -> None:
     """The sample is that of its random stream, with log-probs and routes of its tokens."""
-    tokens, start = sample.tokens.tolist(), sample.prompt_len
+    tokens = sample.tokens.tolist()
+    start = sample.prompt_len
     stream = (seed, sample.prompt_id, sample.index)
     assert tokens[start:] == [token_at(stream, place) for place in range(start, len(tokens))]
     expected = torch.tensor([0.0] * start + list(map(logprob_of, tokens[start:])))
@@ -162,7 +164,7 @@ def test_engine_asks_as_sampling_says(engines: list[HttpEngine]):
         assert sample.finish_reason == "stop" and len(sample.response) == 4
         engine.generate(PROMPTS[1:2], Sampling(6, 0.5, 0.9, greedy=True))
         with pytest.raises(ValueError, match="kept sets, expected none"):
-            engine.generate(PROMPTS[:1], Sampling(6, top_k=2, kept_sets=True))
+            engine.generate(PROMPTS[:1], Sampling(6, top_k=2, sampling_mask=True))
         with pytest.raises(ValueError, match="without a tokenizer"):
             engine.generate(PROMPTS[:1], Sampling(6, stop=("end",)))
         image = Image(0, 1, (1, 1, 1), torch.zeros(1, 1, dtype=torch.uint8))

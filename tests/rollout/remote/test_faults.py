@@ -20,10 +20,12 @@ from tests.helpers.servers import running
 from tests.helpers.stale import StaleRoutes, server_of
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
+
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the engine beside the trainer."""
+    """A run with the colocated engine."""
     folder = tmp_path_factory.mktemp("beside")
     assert run(folder)[0] == 0
     return folder
@@ -44,7 +46,9 @@ class During:
     """
 
     def __init__(self, folder: Path, act: Callable[[], None]):
-        self.folder, self.act, self.acted = folder, act, threading.Event()
+        self.folder = folder
+        self.act = act
+        self.acted = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 

@@ -17,6 +17,8 @@ from tests.helpers.engines import GLM, checkpoint, random_model
 from tests.helpers.guarded import CALLERS, ODD, SECRETS, expected, key_folder, raw_call
 from tests.helpers.servers import served
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_server_answers_every_path_and_caller_as_the_table_says(tmp_path: Path):
     keys = Keys.of(key_folder(tmp_path), "10.0.0.1")

@@ -91,7 +91,8 @@ def test_answer_crosses_json_unchanged(pair: tuple[Request, Answer]):
 def test_partial_of_messages_is_the_whole_answer(pair: tuple[Request, Answer], data: st.DataObject):
     request, answer = pair
     count = len(answer.token_ids)
-    part, sent = Partial(request), 0
+    part = Partial(request)
+    sent = 0
     while sent < count - 1 and data.draw(st.booleans()):
         until = data.draw(st.integers(sent + 1, count - 1))
         piece = Answer(

@@ -34,6 +34,8 @@ from tests.helpers.servers import Client, running
 from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = pytest.mark.multiprocess
+
 MODELS = random_model(GLM), random_model(GLM, seed=1)
 FIRST, SECOND = map(checkpoint, MODELS)
 
@@ -146,12 +148,14 @@ def score_of(model: Any) -> ScoreCanaries:
         found: list[tuple[float, Mapping[int, float]]] = []
         for sample in samples:
             logits, routes = plain(model, sample.tokens)
-            start, apart = sample.prompt_len, dict[int, float]()
+            start = sample.prompt_len
+            apart = dict[int, float]()
             chosen = sample.tokens[start:, None]
             own = logits[start - 1 : -1].log_softmax(-1).gather(1, chosen)[:, 0]
             assert sample.routes is not None
             for slot, layer in enumerate(sample.layer_ids):
-                mine, its = routes[layer][:-1], sample.routes[:-1, slot].long()
+                mine = routes[layer][:-1]
+                its = sample.routes[:-1, slot].long()
                 apart[layer] = 1 - float((mine[:, :, None] == its[:, None]).float().mean()) * 2
             found.append((float((own - sample.rollout_logprobs[start:]).abs().mean()), apart))
         return found
@@ -269,7 +273,8 @@ def test_publish_sends_every_byte_once(spread: str, again: set[int]):
     """Servers pass them on, or all get them at once. One that fails among them costs only itself:
     those that miss them are sent the weights a second time."""
     with bench(EmbeddedServer, EmbeddedServer, EmbeddedServer) as three:
-        done, size = three.publish(FIRST, 1, spread=spread), sum(w.nbytes for w in FIRST.values())
+        done = three.publish(FIRST, 1, spread=spread)
+        size = sum(w.nbytes for w in FIRST.values())
         assert done.failed == {} and done.again == 0 and size < done.bytes < 1.2 * size
         expected = digests(three.engine(0))
         assert digests(three.engine(1)) == digests(three.engine(2)) == expected
@@ -352,7 +357,8 @@ def test_Publisher_leaves_no_cache_of_a_trainer_before_it():
     plan = tiny_plan("rollout.servers=['http://127.0.0.1:1']", "rollout.pause=keep")
     engine = build_in_this_process(plan, torch.device("cpu"))
     assert isinstance(engine, HFEngine)
-    shapes, request = shapes_of(plan), replace(REQUEST, salt="3")
+    shapes = shapes_of(plan)
+    request = replace(REQUEST, salt="3")
     with ExitStack() as stack:
         client = stack.enter_context(running(engine, 500))
         client.server.identity = identity_of(plan).to_json()

@@ -24,6 +24,8 @@ from tests.helpers.publishing import REQUEST, Trainer
 from tests.helpers.ranks import fork_ranks
 from tests.helpers.server_processes import ServerProcess, server_processes
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
 FIRST, SECOND = (checkpoint(random_model(GLM, seed)) for seed in (0, 1))
 Named = Iterator[tuple[str, Tensor]]
 
@@ -105,13 +107,15 @@ def test_publish_by_a_trainer_that_is_killed_leaves_the_old_weights(two: Two):
 def test_publish_by_two_ranks_of_which_one_is_killed_leaves_the_old_weights(
     two: Two, tmp_path: Path
 ):
-    before, said = two.digests(two.servers[0]), tmp_path / "said"
+    before = two.digests(two.servers[0])
+    said = tmp_path / "said"
     addresses = [server.address for server in two.servers]
     with fork_ranks(one_of_two_dies, 2, addresses, said) as trainers:
         for trainer in trainers:
             trainer.join()
         assert [trainer.exitcode for trainer in trainers] == [0, -signal.SIGKILL]
-    text, mine = said.read_text(), list(SECOND)[1::2]
+    text = said.read_text()
+    mine = list(SECOND)[1::2]
     for address in addresses:
         (why,) = (line for line in text.splitlines() if address in line)
         assert "from rank 1 of the trainer at 127.0.0.1:" in why
@@ -122,7 +126,8 @@ def test_publish_by_two_ranks_of_which_one_is_killed_leaves_the_old_weights(
 
 def test_publish_by_a_trainer_that_stalls_ends(two: Two):
     """Servers wait for the next bytes as long as its info says, then take no more."""
-    told, ended = UpdateInfo.to_json, list[Server]()
+    told = UpdateInfo.to_json
+    ended = list[Server]()
 
     def short(self: UpdateInfo) -> dict[str, Any]:
         return told(self) | {"silence": 0.2}

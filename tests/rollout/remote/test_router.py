@@ -233,7 +233,8 @@ def test_router_shifts_work_away_from_a_slow_server(engines: list[HttpEngine]):
     requests = [request_of(prompt) for prompt in range(150)]
     found = route(engines, lambda r: all_of(r, requests), limit=4)
     assert_whole(requests, found)
-    slow, fast = len(engines[1].asked), len(engines[0].asked) + len(engines[2].asked)
+    slow = len(engines[1].asked)
+    fast = len(engines[0].asked) + len(engines[2].asked)
     assert slow < fast / 4, (slow, fast)
 
 
@@ -412,7 +413,8 @@ def answer_of(request: Request, count: int, finish: str, version: int = 1) -> An
 @pytest.mark.parametrize("died", [False, True])
 def test_parts_put_a_response_together(first: int, died: bool):
     request = request_of(4, routes_from=2)
-    parts, asked = Parts(request), request
+    parts = Parts(request)
+    asked = request
     asked = parts.rest("1")
     if died:
         part = Partial(asked)

@@ -301,8 +301,14 @@ def test_relay_waits_for_a_stranger_no_longer_than_for_a_whole_proof(
 @pytest.mark.parametrize(
     "change",
     [
-        *({"more": 1}, {"host": 1}, {"port": True}, {"host": "h"}, {"silence": -1}),
-        *({"backend": "gloo"}, {"backend": "mpi", **IN_GROUP}, {"backend": 1}),
+        {"more": 1},
+        {"host": 1},
+        {"port": True},
+        {"host": "h"},
+        {"silence": -1},
+        {"backend": "gloo"},
+        {"backend": "mpi", **IN_GROUP},
+        {"backend": 1},
         *({"backend": "gloo", **IN_GROUP, "rank": rank} for rank in (0, 3, -1)),
         {"backend": "gloo", **IN_GROUP, "host": ""},
         {"backend": "gloo", **IN_GROUP, "size": 1025},

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -28,16 +29,22 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.servers import running
 from tests.helpers.tiny import tiny_plan
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
+
 LAYOUTS = {
     "tp2 pp2": ("parallel.tp=2", "parallel.pp=2"),
     "tp2 dp2 ep4 etp1": ("parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "parallel.etp=1"),
 }
 SMALL = "rollout.bucket_bytes=20000"
-RELAYED, BESIDE = "rollout.relay_bytes=1", "rollout.ahead=1"
+RELAYED = "rollout.relay_bytes=1"
+BESIDE = "rollout.ahead=1"
 BROADCAST = "rollout.transport=broadcast"
 PUBLISHED = (  # number of senders, further keys
-    *((1, ()), (1, (BROADCAST,)), (1, (BROADCAST, BESIDE))),
-    *((2, (RELAYED,)), (4, (RELAYED, BESIDE))),
+    (1, ()),
+    (1, (BROADCAST,)),
+    (1, (BROADCAST, BESIDE)),
+    (2, (RELAYED,)),
+    (4, (RELAYED, BESIDE)),
 )
 
 
@@ -74,7 +81,8 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
     os.environ["WORLD_SIZE"] = str(group.size())
     found = list[dict[str, Any]]()
     with ExitStack() as stack:
-        held, addresses = list[HFEngine](), [list[str]()]
+        held = list[HFEngine]()
+        addresses = [list[str]()]
         if group.rank() == 0:
             plan = tiny_plan("rollout.servers=['http://127.0.0.1:1']")
             for _ in range(2):
@@ -119,9 +127,10 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
         stream = policy.tensors.published(policy.live())
         names = policy.tensors.engine_names
         sync_weights(engine, stream, names, 1, dtype=torch.float32)
-        asked = engine.checksums()  # also of what is published beside
+        asked = engine.checksums()  # also of what is published next to
         engine.disproved()
-        metrics, came = engine.metrics(), [name for name, _ in stream]
+        metrics = engine.metrics()
+        came = [name for name, _ in stream]
         engine.close()
     assert metrics["servers/used"] == 2
     assert sorted(came) == sorted(stream.names or ())
@@ -132,9 +141,11 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
 
 def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Path):
     every = run_ranks(on_ranks, 4, tmp_path)
-    expected, size = None, 0
+    expected = None
+    size = 0
     for case in zip(*every, strict=True):
-        first, sent = case[0], [row["sent"] for row in case]
+        first = case[0]
+        sent = [row["sent"] for row in case]
         expected = expected or first["digests"][0]
         assert first["digests"] == [expected, expected], first["layout"]
         assert all(row["asked"] == expected for row in case)

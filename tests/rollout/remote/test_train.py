@@ -1,4 +1,4 @@
-"""Runs over servers of the embedded engine: equal to the engine beside the trainer."""
+"""Runs over servers of the embedded engine: equal to the colocated engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pyrl_ext import train
@@ -18,7 +19,10 @@ from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
 from tests.helpers.servers import running
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
-RANK, ALPHA = "lora.rank=8", "lora.alpha=16"
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
+
+RANK = "lora.rank=8"
+ALPHA = "lora.alpha=16"
 STATES = "model.family=qwen3_next", "model.config=tiny_qwen3_next/config.json"
 
 
@@ -80,7 +84,8 @@ def test_train_generates_turns_ahead(tmp_path: Path):
     """A run that plays the recorded turns has the same numbers, to the last bit."""
 
     def turns(name: str, *more: str) -> list[dict[str, Any]]:
-        folder, config = tmp_path / name, CONFIG.with_name("tiny_turns.yaml")
+        folder = tmp_path / name
+        config = CONFIG.with_name("tiny_turns.yaml")
         asked = [*QUICK[:2], "log.progress=false", "evaluate.every=0", "steps=4", "rollout.ahead=2"]
         assert train.main([str(config), f"run={folder}", *asked, *more]) == 0
         return rows_of(folder)

@@ -29,7 +29,8 @@ BOUND = sum(-(-4 * t.numel() // 64) * 64 for t in TENSORS.values())
 
 
 def frames(tensors: dict[str, Tensor] = TENSORS, version: int = 3) -> list[bytes]:
-    found, number = list[bytes](), 0
+    found = list[bytes]()
+    number = 0
     allocate: Callable[[int], Tensor] = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
     for bucket, buffer in buckets_of(tensors.items(), 60, allocate):
         head = wire.bucket_frame(number, bucket, buffer)
@@ -43,7 +44,8 @@ class Stream:
     """Bytes of a connection that then closes."""
 
     def __init__(self, data: bytes):
-        self.data, self.place = data, 0
+        self.data = data
+        self.place = 0
 
     def read(self, view: memoryview) -> None:
         part = self.data[self.place : self.place + len(view)]
@@ -118,7 +120,8 @@ class Allocations:
     """Sizes of the memory that torch is asked for."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
-        self.total, empty = 0, torch.empty
+        self.total = 0
+        empty = torch.empty
 
         def counted(*args, **kwargs):
             found = empty(*args, **kwargs)

@@ -20,7 +20,10 @@ class Counting:
     given: list[tuple[list[int], str]]
 
     def __init__(self, turns: int = 3, observation: str = " {} ", begin: Any = None):
-        self.turns, self.observation, self.begin, self.given = turns, observation, begin, []
+        self.turns = turns
+        self.observation = observation
+        self.begin = begin
+        self.given = []
 
     def start(self, prompt: Prompt) -> Any:
         return self.begin
@@ -175,10 +178,11 @@ def test_converse_masks_rows_that_no_turn_reports_and_fills_those_that_another_d
 
 
 def test_converse_joins_the_sets_that_turns_were_drawn_from():
-    found, _ = hold(lambda: Counting(), prompts=1, size=1, kept_sets=True)
+    found, _ = hold(lambda: Counting(), prompts=1, size=1, sampling_mask=True)
     (sample,) = trained(found[0, 0])
     assert sample.kept_counts is not None and sample.kept_ids is not None
-    counts, ids = [], []
+    counts = []
+    ids = []
     for place, (token, drawn) in enumerate(rows(0, 0, 3)):
         some = [token, token + 1][: 2 - place % 2] if drawn else []
         counts.append(len(some) or -1)

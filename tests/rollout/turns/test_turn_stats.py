@@ -21,6 +21,8 @@ from tests.helpers.environments import Good, NeverDone, RaisesInStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripted import ScriptedEngine
 
+pytestmark = pytest.mark.multiprocess
+
 PROMPTS = [Prompt(i, (30 + i, 40)) for i in range(4)]
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=2)
 KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: RaisesInStep, 2: Good, 3: NeverDone}

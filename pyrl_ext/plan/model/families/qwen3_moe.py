@@ -23,7 +23,8 @@ class Qwen3Moe(Sparse, Qwen3):
 
     @property
     def router_layers(self) -> tuple[int, ...]:
-        step, dense = self.decoder_sparse_step, self.mlp_only_layers or ()
+        step = self.decoder_sparse_step
+        dense = self.mlp_only_layers or ()
         return tuple(
             i for i in range(self.num_hidden_layers) if (i + 1) % step == 0 and i not in dense
         )

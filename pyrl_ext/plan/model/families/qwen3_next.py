@@ -39,7 +39,8 @@ class DeltaNets(PartlyRotated):
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        interval, mixers = self.full_attention_interval, self.layer_types
+        interval = self.full_attention_interval
+        mixers = self.layer_types
         if mixers is None:
             mixers = tuple(
                 "linear_attention" if (i + 1) % interval else "full_attention"
@@ -69,7 +70,8 @@ class DeltaNets(PartlyRotated):
 
     def contradictions(self) -> list[str]:
         found = super().contradictions()
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        keys = self.linear_num_key_heads
+        values = self.linear_num_value_heads
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             found.append(
                 f"layer_types has {len(self.layer_types)} entries, expected one for each of "

@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
     @property
     def has_room(self) -> bool:
-        """Whether the label fits, at 7.2 px a character."""
+        """True if the label fits, at 7.2 px a character."""
         return bool(self.label) and 7.2 * len(self.label) + 4 <= self.width
 
 
@@ -103,25 +103,33 @@ def stacked_bars(
         names: of all parts in the order of their colours
         limit: (amount, label) of a line across all bars
     """
-    left, right, first, gap = 150, 90, 30, 10
+    left = 150
+    right = 90
+    first = 30
+    gap = 10
     colours = {name: i % SERIES for i, name in enumerate(names)}
     most = max(*(sum(part.amount for part in bar.parts) for bar in bars), limit[0] if limit else 0)
     scale = (WIDTH - left - right) / (most * 1.02)
-    step, top, group = (24 if len(bars) < 40 else 17), float(first), None
+    step = 24 if len(bars) < 40 else 17
+    top = float(first)
+    group = None
     shapes: list[Shape] = []
     for bar in bars:
         top += gap if group and bar.group != group else 0
-        x, base = float(left), top + (step - 5) / 2 + 4
+        x = float(left)
+        base = top + (step - 5) / 2 + 4
         if bar.group and bar.group != group:
             shapes.append(Text(0, base, bar.group))
         shapes.append(Text(left - 8, base, bar.label, "quiet", "end"))
         for part in bar.parts:
-            class_, over = f"series-{colours[part.name]}", "estimated" if part.estimated else ""
+            class_ = f"series-{colours[part.name]}"
+            over = "estimated" if part.estimated else ""
             width = part.amount * scale
             shapes.append(Box(x, top, width, step - 5, part.title, class_, part.name, over))
             x += width
         shapes.append(Text(WIDTH, base, bar.total, "", "end"))
-        top, group = top + step, bar.group
+        top = top + step
+        group = bar.group
     if limit:
         x = left + limit[0] * scale
         shapes += [Line(x, first - 8, top, "limit"), Text(x, 10, limit[1], "limit-text", "middle")]

@@ -26,7 +26,7 @@ def plan_page(plan: Plan, more: Sequence[Block] = ()) -> str:
     """The page of a plan, with sections that were asked for; the same plan gives the same text."""
     summary = Summary(plan)
     if summary.states:
-        from pyrl_ext.plan.show.engines_apart import engines_block  # it draws on this module's
+        from pyrl_ext.plan.show.remote_engines import engines_block  # it draws on this module's
 
         more = (engines_block(summary), *more)
     remarks = [("cannot run yet", reason) for reason in plan.unsupported]

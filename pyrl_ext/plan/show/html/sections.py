@@ -159,8 +159,12 @@ PARTS = {
 
 def layers_chart(plan: Plan) -> Chart:
     """Stages as rows and chunks as columns, one square for each layer."""
-    pp, vpp = plan.parallel.pp, plan.parallel.vpp_size
-    left, first, step, height = 70, 22, 44, 22
+    pp = plan.parallel.pp
+    vpp = plan.parallel.vpp_size
+    left = 70
+    first = 22
+    step = 44
+    height = 22
     column = (WIDTH - left) / vpp
     most = max(len(_parts(plan, chunk)) for stage in plan.stages for chunk in stage)
     width = min(64.0, (column - 16) / most)
@@ -229,20 +233,24 @@ SHADES = 4
 
 def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
     """(words, schedule) of one minibatch, with the first encoder; None for one stage."""
-    pp, vpp = plan.parallel.pp, plan.parallel.vpp_size
+    pp = plan.parallel.pp
+    vpp = plan.parallel.vpp_size
     if num_stages(plan) == 1:
         return None
     # the backward pass computes two products where the forward pass computes one
     backward = 3.0 if plan.model.recompute == "full" else 2.0
     # an interleaved schedule runs whole rounds of pp microbatches
-    whole, rounds = pp if vpp > 1 else 1, update_rounds(plan)[0]
+    whole = pp if vpp > 1 else 1
+    rounds = update_rounds(plan)[0]
     run = -(-len(rounds) // whole) * whole
     readable = int(MOST_UNITS / (vpp * (1 + backward)))
     drawn = min(run, max(pp, readable // whole * whole))
-    encoder, more = next(iter(encoders(plan)), None), ""
+    encoder = next(iter(encoders(plan)), None)
+    more = ""
     ahead = None
     if encoder:
-        gpu, pace = gpu_of(plan), 1.0
+        gpu = gpu_of(plan)
+        pace = 1.0
         if gpu:
             theirs, ours = Passes(plan, gpu).pace(encoder, rounds)
             pace = theirs * vpp / ours
@@ -267,18 +275,24 @@ def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
 
 
 def _schedule(slots: list[Slot], pp: int, vpp: int, encoder: str) -> Chart:
-    left, top, step = 70, 30, 26
-    end, first = max(slot.end for slot in slots), min(slot.rank for slot in slots)
+    left = 70
+    top = 30
+    step = 26
+    end = max(slot.end for slot in slots)
+    first = min(slot.rank for slot in slots)
     ours = {rank: f"stage {rank}" for rank in range(pp)}
     names = {rank: f"{encoder} {rank - first}" for rank in range(first, 0)} | ours
-    scale, height = (WIDTH - left - 20) / end, top + step * len(names)
+    scale = (WIDTH - left - 20) / end
+    height = top + step * len(names)
     shapes = axis(end, "", left, scale, top, height, about=10)
     shapes += [Text(0, top + i * step + 14, name) for i, name in enumerate(names.values())]
     for slot in slots:
         kind = "forward" if slot.kind == "F" else "backward"
         title = f"{names[slot.rank]}, chunk {slot.chunk}, microbatch {slot.microbatch}: {kind}"
-        x, width = left + slot.start * scale, slot.end - slot.start
-        y, class_ = top + (slot.rank - first) * step, f"{kind} shade-{slot.chunk % SHADES}"
+        x = left + slot.start * scale
+        width = slot.end - slot.start
+        y = top + (slot.rank - first) * step
+        class_ = f"{kind} shade-{slot.chunk % SHADES}"
         shapes.append(Box(x, y, width * scale, 20, title, class_, str(slot.microbatch)))
     title = "Pipeline schedule: microbatches by stage over time, in forward passes of one chunk"
     more = ", and so on" if vpp > SHADES else ""
@@ -295,7 +309,8 @@ def _schedule(slots: list[Slot], pp: int, vpp: int, encoder: str) -> Chart:
 
 def memory_chart(summary: Summary, host: bool) -> tuple[Chart, str]:
     """Bars of the device's memory or of the host's, and a remark."""
-    stages, limit = summary.memory, None if host else summary.limit
+    stages = summary.memory
+    limit = None if host else summary.limit
     most = max(stage.held(phase, host) for stage in stages for phase in stage.phases)
     bars = []
     for items, equal in groupby(stages, lambda stage: [i for i in stage.items if i.host == host]):

@@ -76,8 +76,10 @@ class KeepMasks:
 
     def __init__(self, sets: KeptSets, columns: int, device: torch.device):
         tokens = torch.arange(len(sets.counts)).repeat_interleave(sets.counts.clamp(min=0))
-        self._columns, self._starts = columns, sets.starts
-        self._tokens, self._ids = to_device(tokens, device), to_device(sets.ids.long(), device)
+        self._columns = columns
+        self._starts = sets.starts
+        self._tokens = to_device(tokens, device)
+        self._ids = to_device(sets.ids.long(), device)
         self._free = to_device(sets.counts < 0, device)
 
     def tile(self, part: slice, first: int, columns: int) -> Tensor:
@@ -87,10 +89,12 @@ class KeepMasks:
             first: global column.
         """
         found = slice(int(self._starts[part.start]), int(self._starts[part.stop]))
-        tokens, ids = self._tokens[found] - part.start, self._ids[found] - first
+        tokens = self._tokens[found] - part.start
+        ids = self._ids[found] - first
         if columns < self._columns:
             inside = (ids >= 0) & (ids < columns)
-            tokens, ids = tokens[inside], ids[inside]
+            tokens = tokens[inside]
+            ids = ids[inside]
         mask = self._free[part, None].repeat(1, columns)
         mask.view(-1).index_fill_(0, tokens * columns + ids, True)
         return mask

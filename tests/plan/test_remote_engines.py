@@ -1,4 +1,4 @@
-"""Plans with engines apart: their number and addresses, memory, publishes, and who waits."""
+"""Plans with remote engines: their number and addresses, memory, publishes, and who waits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.ahead import simulate
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
-from pyrl_ext.plan.forecast.engines_apart import loop_of, steady_states
 from pyrl_ext.plan.forecast.hardware import BROADCAST, GPUS, TCP
 from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.remote_engines import loop_of, steady_states
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.splits import AHEADS, NEARLY, suggest_splits
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.model.counts import parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-GLM47, TINY = CONFIGS / "glm47.yaml", CONFIGS / "tiny.yaml"
+GLM47 = CONFIGS / "glm47.yaml"
+TINY = CONFIGS / "tiny.yaml"
 HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory_utilization=0.9")
 
 
@@ -49,7 +50,7 @@ def test_Plan_takes_the_addresses_of_servers_as_they_are():
     assert plan.diff(other) == ()  # a run goes on with other servers
 
 
-def test_stage_memory_is_free_of_engines_apart():
+def test_stage_memory_is_free_of_remote_engines():
     names = {
         item.name for stage in stage_memory(compile_plan(GLM47, HOSTS)) for item in stage.items
     }
@@ -73,7 +74,8 @@ def test_engine_memory_counts_weights_and_cache():
 
 
 def test_step_time_prices_one_send_to_all_engines():
-    relayed, direct = [], ["rollout.relay_bytes=null"]
+    relayed = []
+    direct = ["rollout.relay_bytes=null"]
     for keys, times in ((relayed, 1), (direct, 4)):
         plan = compile_plan(GLM47, [*HOSTS, *keys])
         costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
@@ -81,7 +83,7 @@ def test_step_time_prices_one_send_to_all_engines():
         sent = costs["send weights"]
         assert ("one after the other" in sent.why) == (keys == relayed)
         assert sent.amount == times * whole
-        gathered = costs["gather weights"].seconds  # beside it
+        gathered = costs["gather weights"].seconds  # next to it
         assert sent.seconds == pytest.approx(times * whole / TCP - gathered)
         assert costs["load weights"].amount == whole / 4
         more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:], *keys])
@@ -94,7 +96,8 @@ def test_step_time_prices_one_broadcast_whatever_the_number_of_engines():
         keys = [f"rollout.launch.hosts={hosts}", *HOSTS[1:], "rollout.transport=broadcast"]
         plan = compile_plan(GLM47, keys)
         costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
-        sent, whole = costs["send weights"], 2 * parameters(plan.sizes).total
+        sent = costs["send weights"]
+        whole = 2 * parameters(plan.sizes).total
         assert sent.amount == whole and "at once by NCCL" in sent.why
         beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
         assert sent.seconds + beside == pytest.approx(whole / BROADCAST)
@@ -104,7 +107,8 @@ def test_an_engine_takes_weights_through_one_adapter_however_many_send():
     many = ["parallel.dp=32", "parallel.ep=32", "rollout.senders=32"]
     plan = compile_plan(GLM47, [*HOSTS, *many])
     costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
-    sent, whole = costs["send weights"], 2 * parameters(plan.sizes).total
+    sent = costs["send weights"]
+    whole = 2 * parameters(plan.sizes).total
     assert sent.amount / TCP < whole / GPUS["H200"].network
     beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
     assert sent.seconds + beside == pytest.approx(whole / GPUS["H200"].network)
@@ -116,12 +120,12 @@ def test_step_time_relays_to_no_engine_behind_the_only_one():
     assert "to one engine, by TCP" in sent.why
 
 
-def test_publishes_beside_what_trains_behind_engines_apart():
-    """At ahead 0 nothing runs beside it."""
+def test_publishes_beside_what_trains_behind_remote_engines():
+    """At ahead 0 nothing runs next to it."""
     for keys, beside in (
         ([*HOSTS, "rollout.ahead=1"], True),
         ([*HOSTS, "rollout.ahead=0"], False),
-        ([*HOSTS, "rollout.ahead=1", "rollout.publish_beside=false"], False),
+        ([*HOSTS, "rollout.ahead=1", "rollout.overlap_publish=false"], False),
     ):
         assert compile_plan(GLM47, keys).rollout.publishes_beside == beside
 
@@ -136,7 +140,8 @@ def test_relays_from_so_many_bytes_of_each_sender_on():
 def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
     """The simulator's seconds of a token add up to those of the phase."""
     plan = compile_plan(GLM47, [*HOSTS, "estimate.spread=0", "batching.prompts=64"])
-    time, decoder = time_of(plan), Decoder(plan, GPUS["H200"])
+    time = time_of(plan)
+    decoder = Decoder(plan, GPUS["H200"])
     (response,) = {sample.response for sample in decoder.samples}
     running = len(decoder.samples)
     assert running <= decoder.running
@@ -177,7 +182,7 @@ def test_steady_states_carry_what_oversample_leaves():
     assert loop_of(older, time_of(older), 1).ahead == 1
 
 
-def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_main_shows_remote_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "page.html"
     assert main([str(GLM47), *HOSTS, "rollout.ahead=1", "--html", str(page)]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -185,7 +190,7 @@ def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "a step on 8 H200 and 16 that generate, 1 ahead" in told
     assert "1 * 30.9 s 18% 0% 82%" in told and "Simulated from the estimates" in told
     text = page.read_text(encoding="utf-8")
-    assert "Engines apart" in text and "idle or paused" in text and ">1 *<" in text
+    assert "Remote engines" in text and "idle or paused" in text and ">1 *<" in text
     servers = "rollout.servers=[http://127.0.0.1:8000]"
     assert main([str(TINY), servers, "--html", str(page)]) == 0  # no GPU, so no times
     assert "1 of hf, tp 1, on 1 addresses" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Engines apart in the plan: facts about them, and the table of who waits for whom."""
+"""Remote engines in the plan: facts about them, and the table of who waits for whom."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engines_block(summary: Summary) -> Block:
     """The table and a chart for the page."""
     table = Table(HEAD, [*rows(summary.plan, summary.states)], "Steps by rollout.ahead", "ahead")
     facts = tuple(f"{name}: {words}." for name, words in engine_facts(summary.plan))
-    return Block("Engines apart", (*facts, f"{ABOUT}."), (_chart(summary.states),), (table,))
+    return Block("Remote engines", (*facts, f"{ABOUT}."), (_chart(summary.states),), (table,))
 
 
 def _chart(states: tuple[Steady, ...]) -> Chart:

@@ -1,4 +1,4 @@
-"""A plan with engines apart: its loop in seconds, and the steps that simulation gives for it."""
+"""A plan with remote engines: its loop in seconds, and the steps that simulation gives for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.plan import Plan
 
 AHEAD = (0, 1, 2)
-"""Values of rollout.ahead that a plan is shown with, beside its own."""
+"""Values of rollout.ahead that a plan is shown with, next to its own."""
 
 
 def steady_states(
@@ -40,7 +40,7 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
     if gpu is None:
         raise ValueError("loop_of: hardware.gpu is null, expected a GPU")
     engine = Decoder(plan, gpu)
-    beside = ahead > 0 and plan.rollout.publish_beside
+    beside = ahead > 0 and plan.rollout.overlap_publish
     carries = ahead > 0 and plan.prompts_asked > plan.batching.prompts
     return Loop(
         engines=plan.num_engines,
@@ -61,7 +61,8 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
 
 def _groups(plan: Plan) -> Callable[[int], Sequence[Group]]:
     """The groups that each step asks for: those of `step_samples`, from another one on."""
-    samples, size = step_samples(plan), plan.batching.samples_per_prompt
+    samples = step_samples(plan)
+    size = plan.batching.samples_per_prompt
     each = [
         tuple(Trajectory(one.prompt, (one.response,)) for one in samples[first : first + size])
         for first in range(0, len(samples), size)

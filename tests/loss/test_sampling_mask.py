@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.loss.sampling_mask import KeptSets
 
 SETS = [[1, 4, 7], None, [0], [3, 9], None, [2, 5, 6, 8]]
 
@@ -16,7 +16,8 @@ def of(sets: list[list[int] | None]) -> KeptSets:
 
 def lists(sets: KeptSets) -> list[list[int] | None]:
     assert sets.counts.dtype == sets.ids.dtype == torch.int32
-    found, at = list[list[int] | None](), 0
+    found = list[list[int] | None]()
+    at = 0
     for count in sets.counts.tolist():
         found.append(None if count < 0 else sets.ids[at : at + count].tolist())
         at += max(0, count)
