@@ -73,7 +73,7 @@ def main() -> None:
     shard, _ = shard_batch(batch, index, schedules, plan, one_rank(plan))
     stored = sum(column.nbytes for column in shard.columns.values())
     layouts = [
-        layout_of(group, shard.lengths, shard.seat)
+        layout_of(group, shard.lengths, shard.role)
         for m in shard.schedule.microbatches
         for group in m
     ]

@@ -12,7 +12,7 @@ from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.rank_rows import Seat
+from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
@@ -63,20 +63,20 @@ def shard_at(
     group = Group(0, place.cp_size, tuple(ids))
     schedule = Schedule(place.cp_size, ((group,),))
     index = index_of(batch, depths=depths)
-    seat = Seat(
+    role = RankRole(
         place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, tile_rows=tile_rows
     )
     wide = batch.routes is not None and batch.routes.dtype == torch.uint16
     experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
     aged = batch.versions is not None
-    exchange = Exchange(index, schedule, [seat], experts, aged=aged)
+    exchange = Exchange(index, schedule, [role], experts, aged=aged)
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
     delivery.take(0, columns_of(batch, depths))
     counts = tuple(index.loss_tokens[list(ids)].sum(0).tolist())
     lengths = exchange.lengths
     columns = delivery.columns
-    return BatchShard(schedule, (1,), lengths, seat, rows, columns, index.layer_ids, (counts,))
+    return BatchShard(schedule, (1,), lengths, role, rows, columns, index.layer_ids, (counts,))
 
 
 def microbatch(

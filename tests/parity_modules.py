@@ -31,7 +31,7 @@ from pyrl_ext.megatron.ddp import gather_shards
 from pyrl_ext.megatron.optimizer import join_build_optimizer, warmed_up
 from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.encoder_work import EncoderWork
-from pyrl_ext.pack.rank_rows import Lengths, Seat, SeatRows
+from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
@@ -248,7 +248,7 @@ def rows_scored(policy: Policy, shard: BatchShard, batch: ImageBatch) -> Tensor:
     """[T] log-probs of all rows, on every rank."""
     found = policy.scores(shard, policy.plan.replay.old)
     stream = torch.zeros(len(batch.tokens))
-    if shard.seat.last_stage and not policy.topo.tp_rank:
+    if shard.role.last_stage and not policy.topo.tp_rank:
         stream[torch.from_numpy(shard.rows.tokens)] = found.logprobs
     dist.all_reduce(stream)
     return stream
@@ -452,8 +452,8 @@ def crossing(plan: Plan, batch: ImageBatch, kind: str, depth: int) -> int:
     work = EncoderWork(batch.images[kind], schedule, lengths, grid.parallel.dp)
     for replica, rank in enumerate(grid.ranks):
         at = llm.place(rank)
-        seat = Seat(at.dp * llm.parallel.cp + at.cp, at.tp, llm.parallel.tp)
-        embedded = SeatRows.of(schedule, lengths, seat).routers
+        role = RankRole(at.dp * llm.parallel.cp + at.cp, at.tp, llm.parallel.tp)
+        embedded = RankRows.of(schedule, lengths, role).routers
         encoded = [work.rows(number, replica, depth) for number in range(len(schedule))]
         total -= len(np.intersect1d(np.concatenate(encoded), embedded))
     return total

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.delivery import Moved
+from pyrl_ext.pack.delivery import TransferStats
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
@@ -84,7 +84,9 @@ def batches() -> Iterator[list[Held]]:
     held: list[Held] = []
     shard_batch = step_module.shard_batch
 
-    def kept(batch: Batch | None, index: BatchIndex, *more: Any) -> tuple[BatchShard, Moved]:
+    def kept(
+        batch: Batch | None, index: BatchIndex, *more: Any
+    ) -> tuple[BatchShard, TransferStats]:
         shard, moved = shard_batch(batch, index, *more)
         computed = sum(column.nbytes for column in shard.columns.values())
         network = sum(moved.network.values())

@@ -1,4 +1,4 @@
-"""Batch: ragged samples as one stream of model-input rows, with everything a loss needs next to it.
+"""Batch: ragged samples as one stream of model-input rows, plus the inputs of the loss.
 
 A sample of n tokens gives n - 1 rows. Row t is the model input ``tokens[t]`` and its target is
 ``tokens[t + 1]``: nothing is predicted from the last token, so it is never an input. Routes at a
@@ -113,7 +113,7 @@ class Batch:
         if not samples:
             raise ValueError("Batch.of: 0 samples, expected at least 1")
         first = samples[0]
-        device = samples[0].tokens.device
+        device = first.tokens.device
         if first.routes is not None:
             layer_ids = first.layer_ids if layer_ids is None else layer_ids
             topk = first.routes.shape[-1] if topk is None else topk

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
-from pyrl_ext.pack.kept_parts import KeptParts
 from pyrl_ext.pack.needs import KEPT_COUNTS, Columns, Field, Needs, bits
 from pyrl_ext.parallel.buckets import Bucket, aligned
 from pyrl_ext.parallel.shared_memory import SharedBlock, map_block
@@ -34,7 +33,7 @@ _DIGEST = "digest"  # the column of a message that tells which exchange and part
 
 
 @dataclass
-class Moved:
+class TransferStats:
     """Bytes that this rank received from other ranks, by kind of column.
 
     Args:
@@ -58,17 +57,26 @@ class Moved:
         return {"batch/moved_bytes": sum(network), **kinds, "batch/shared_bytes": shared}
 
 
-class Stored(NamedTuple):
-    """The layout of columns in one block of memory."""
+class BlockLayout(NamedTuple):
+    """Places of columns in one block of memory."""
 
     bucket: Bucket
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[int, Mapping[str, Field]]], digest: bool = False) -> Stored:
-        """(rows, their columns), for every stream; with ``digest`` a number before them."""
-        shapes = [(_DIGEST, torch.int64, (1,))] if digest else []
-        for rows, fields in parts:
-            shapes += [(name, f.dtype, (rows, *f.shape)) for name, f in fields.items() if rows]
+    def of(cls, streams: Iterable[tuple[int, Mapping[str, Field]]], digest: bool = False) -> Self:
+        """The layout of (number of rows, their columns) of every stream.
+
+        Args:
+            digest: a number comes before them.
+        """
+        shapes: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        if digest:
+            shapes.append((_DIGEST, torch.int64, (1,)))
+        for num_rows, fields in streams:
+            if not num_rows:
+                continue
+            for name, column in fields.items():
+                shapes.append((name, column.dtype, (num_rows, *column.shape)))
         return cls(Bucket.of(shapes))
 
     @property
@@ -82,26 +90,65 @@ class Stored(NamedTuple):
 
     def write(self, memory: Tensor, columns: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the columns that have a place in ``memory`` there."""
-        there = self.read(memory)
+        views = self.read(memory)
         for name, column in columns:
-            if name in there:
-                there[name].copy_(column)
+            if name in views:
+                views[name].copy_(column)
 
 
-class Message(NamedTuple):
-    """The rows of one part that come from one owner of another host."""
+@dataclass(frozen=True, eq=False)
+class Incoming:
+    """A receive in progress: the rows of one part from one owner on another host."""
 
     owner: int
-    stored: Stored
+    layout: BlockLayout
     memory: Tensor
     work: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """A send in progress; its memory has to live until it ends."""
+
+    receiver: int
+    memory: Tensor
+    work: Any
+
+
+class KeptParts:
+    """Kept sets of rows that come in parts, of several owners each.
+
+    Args:
+        cuts: [P + 1] first row of each part, then their number.
+    """
+
+    def __init__(self, cuts: np.ndarray):
+        self._cuts = cuts
+        self._pieces: list[list[tuple[np.ndarray, KeptSets]]] = [[] for _ in cuts[1:]]
+        self._whole: dict[int, KeptSets] = {}
+
+    def add(self, part: int, places: np.ndarray, sets: KeptSets | None) -> None:
+        """Add the sets of the rows at ``places`` [M], which are in ``part``."""
+        if sets is not None:
+            self._pieces[part].append((places, sets))
+
+    def rows(self, part: int, first: int, end: int) -> KeptSets:
+        """The sets of rows ``[first, end)``, in a part that is complete."""
+        if part not in self._whole:
+            pieces = self._pieces[part]
+            self._pieces[part] = []
+            places = np.concatenate([np.empty(0, np.int64), *(places for places, _ in pieces)])
+            joined = KeptSets.joined([sets for _, sets in pieces])
+            self._whole[part] = joined.select(torch.from_numpy(np.argsort(places)))
+        begin = int(self._cuts[part])
+        return self._whole[part].select(torch.arange(first - begin, end - begin))
 
 
 class Delivery:
     """The rows that come to one rank.
 
     Args:
-        rank:    this one.
+        rank:    of this process.
         needs:   of this rank.
         digest:  of everything that ranks must agree on: numbers of the samples, and schedules.
         waiting: surrounds every wait for a message.
@@ -109,7 +156,7 @@ class Delivery:
     Attributes:
         columns: name -> [N, ...]; undefined in parts that `wait` has not returned for.
         kept:    kept sets of the rows, of parts that `wait` has returned for.
-        moved:   bytes that other ranks send.
+        stats:   bytes received from other ranks.
     """
 
     def __init__(
@@ -123,7 +170,7 @@ class Delivery:
         self.needs = needs
         self._digest = digest
         self._waiting = waiting
-        self.moved = Moved()
+        self.stats = TransferStats()
         self.columns = {
             name: torch.empty((len(need.rows), *f.shape), dtype=f.dtype)
             for need in needs.values()
@@ -131,61 +178,66 @@ class Delivery:
         }
         self._places = {name: need.by_part_and_owner() for name, need in needs.items()}
         self._parts = max(len(need.cuts) for need in needs.values()) - 1
-        self._coming: list[list[Message]] = [[] for _ in range(self._parts)]
-        self._sent: list[tuple[int, Tensor, Any]] = []  # to whom
+        self._incoming: list[list[Incoming]] = [[] for _ in range(self._parts)]  # by part
+        self._outgoing: list[Outgoing] = []
         self._arrived = 0
         self.kept = KeptParts(needs["tokens"].cuts if "tokens" in needs else np.zeros(2, np.int64))
 
-    def take(self, owner: int, columns: Columns, moved: dict[str, int] | None = None) -> None:
+    def take(self, owner: int, columns: Columns, received: dict[str, int] | None = None) -> None:
         """Store all it needs of the columns of ``owner``.
 
         Args:
-            moved: bytes by kind; these are added.
+            received: bytes by kind, to which these are added.
         """
         for name, need in self.needs.items():
-            for (part, holder), at in self._places[name].items():
+            for (part, holder), places in self._places[name].items():
                 if holder != owner:
                     continue
-                need.copy(columns, need.rows[at], self.columns, torch.from_numpy(at))
-                sets = need.sets(columns, need.rows[at])
-                self.kept.add(part, at, sets)
-                if moved is not None:
-                    need.add_bytes(len(at), moved)
-                    moved["kept"] += 0 if sets is None else sets.nbytes
+                rows = need.rows[places]
+                need.copy(columns, rows, self.columns, torch.from_numpy(places))
+                sets = need.sets(columns, rows)
+                self.kept.add(part, places, sets)
+                if received is not None:
+                    need.add_bytes(len(places), received)
+                    received["kept"] += 0 if sets is None else sets.nbytes
 
     # between the ranks of a host ------------------------------------------------------------------
 
     def read_on_host(
-        self, owned: dict[str, Tensor], hosts: Sequence[int], stored_by: Callable[[int], Stored]
+        self,
+        owned: dict[str, Tensor],
+        hosts: Sequence[int],
+        block_layout: Callable[[int], BlockLayout],
     ) -> None:
         """Read the rows of the ranks of this host, this one among them, in their memory.
 
         Args:
             owned: columns of this rank; emptied once they are in memory that the others see.
             hosts: [W] `host_key` of every rank.
-            stored_by: how a rank lays out its columns.
+            block_layout: rank -> the layout of its columns.
 
         Raises: RuntimeError when a rank has ended.
         Communicates: 16 bytes of every rank, and a barrier.
         """
-        stored = stored_by(self.rank)
-        block = SharedBlock(stored.bytes) if stored.bytes else None
+        layout = block_layout(self.rank)
+        block = SharedBlock(layout.bytes) if layout.bytes else None
         if block is not None:
-            stored.write(block.memory, owned.items())
+            layout.write(block.memory, owned.items())
             owned.clear()
-            self.take(self.rank, stored.read(block.memory))
-        mine = torch.tensor([os.getpid(), -1 if block is None else block.file])
-        everyone = [torch.empty_like(mine) for _ in hosts]
+            self.take(self.rank, layout.read(block.memory))
+        address = torch.tensor([os.getpid(), -1 if block is None else block.file])
+        addresses = [torch.empty_like(address) for _ in hosts]
         with self._blaming("some rank", "the addresses of its rows"):
-            dist.all_gather(everyone, mine)
+            dist.all_gather(addresses, address)
         for owner, host in enumerate(hosts):
             if host != hosts[self.rank] or owner == self.rank:
                 continue
-            if (there := stored_by(owner)).bytes:
-                process, file = everyone[owner].tolist()
+            layout = block_layout(owner)
+            if layout.bytes:
+                process, file = addresses[owner].tolist()
                 with self._blaming(f"rank {owner} (pid {process})", "its rows in shared memory"):
-                    columns = there.read(map_block(process, file, there.bytes))
-                self.take(owner, columns, self.moved.shared)
+                    columns = layout.read(map_block(process, file, layout.bytes))
+                self.take(owner, columns, self.stats.shared)
         with self._blaming("some rank", "word that it has read the rows"):
             dist.barrier()  # a block stays open until everyone has mapped it
         if block is not None:
@@ -204,55 +256,70 @@ class Delivery:
         Communicates: a message for each part and each owner on another host, with exactly the rows
             and columns that are needed of it.
         """
-        for part, messages in enumerate(self._coming):
-            owners = {owner for at in self._places.values() for p, owner in at if p == part}
-            for owner in sorted(owners):
+        for part, messages in enumerate(self._incoming):
+            for owner in self._owners_of(part):
                 if hosts[owner] != hosts[self.rank]:
                     messages.append(self._receive(part, owner))
         if not owned:
             return
-        others = [to for to, host in enumerate(hosts) if host != hosts[self.rank]]
-        asked = {to: needs for to in others if (needs := needs_of(to))}
+        needs_by_rank: dict[int, Needs] = {}
+        for receiver, host in enumerate(hosts):
+            if host != hosts[self.rank] and (needs := needs_of(receiver)):
+                needs_by_rank[receiver] = needs
         for part in range(self._parts):
-            for to, needs in asked.items():
-                self._send(part, to, needs, owned)
+            for receiver, needs in needs_by_rank.items():
+                self._send(part, receiver, needs, owned)
 
-    def _receive(self, part: int, owner: int) -> Message:
-        rows = []
+    def _owners_of(self, part: int) -> list[int]:
+        """Ranks that hold rows of a part, ascending."""
+        owners: set[int] = set()
+        for places in self._places.values():
+            owners |= {owner for of_part, owner in places if of_part == part}
+        return sorted(owners)
+
+    def _receive(self, part: int, owner: int) -> Incoming:
+        streams: list[tuple[int, Mapping[str, Field]]] = []
         for name, need in self.needs.items():
-            rows.append((len(self._places[name].get((part, owner), ())), need.fields))
-            need.add_bytes(rows[-1][0], self.moved.network)
+            num_rows = len(self._places[name].get((part, owner), ()))
+            streams.append((num_rows, need.fields))
+            need.add_bytes(num_rows, self.stats.network)
             if need.kept is not None:
-                rows.append((rows[-1][0], KEPT_COUNTS))
-        stored = Stored.of(rows, digest=True)
-        memory = torch.empty(stored.bytes, dtype=torch.uint8)
+                streams.append((num_rows, KEPT_COUNTS))
+        layout = BlockLayout.of(streams, digest=True)
+        memory = torch.empty(layout.bytes, dtype=torch.uint8)
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
-            return Message(owner, stored, memory, dist.irecv(memory, owner, tag=part))
+            return Incoming(owner, layout, memory, dist.irecv(memory, owner, tag=part))
 
-    def _send(self, part: int, to: int, needs: Needs, owned: Columns) -> None:
-        rows = {name: n.rows[n.cuts[part] : n.cuts[part + 1]] for name, n in needs.items()}
+    def _send(self, part: int, receiver: int, needs: Needs, owned: Columns) -> None:
+        rows = {
+            name: need.rows[need.cuts[part] : need.cuts[part + 1]] for name, need in needs.items()
+        }
         if not any(map(len, rows.values())):
             return
         sets = {name: need.sets(owned, rows[name]) for name, need in needs.items()}
-        parts: list[tuple[int, Mapping[str, Field]]] = []
+        streams: list[tuple[int, Mapping[str, Field]]] = []
         for name, need in needs.items():
-            parts.append((len(rows[name]), need.fields))
+            streams.append((len(rows[name]), need.fields))
             if sets[name] is not None:
-                parts.append((len(rows[name]), KEPT_COUNTS))
-        stored = Stored.of(parts, digest=True)
-        memory = torch.empty(stored.bytes, dtype=torch.uint8)
-        message = stored.read(memory)
+                streams.append((len(rows[name]), KEPT_COUNTS))
+        layout = BlockLayout.of(streams, digest=True)
+        memory = torch.empty(layout.bytes, dtype=torch.uint8)
+        message = layout.read(memory)
         message[_DIGEST].fill_(self._digest)
         for name, need in needs.items():
             need.copy(owned, rows[name], message, torch.arange(len(rows[name])))
-            if (found := sets[name]) is not None and len(found.counts):
-                message["kept_counts"].copy_(found.counts)
-        with self._blaming(f"rank {to}", f"that it takes part {part + 1} of {self._parts}"):
-            self._sent.append((to, memory, dist.isend(memory, to, tag=part)))
-            for each in sets.values():
-                if each is not None and len(each.ids):
-                    tag = self._parts + part
-                    self._sent.append((to, each.ids, dist.isend(each.ids, to, tag=tag)))
+            kept = sets[name]
+            if kept is not None and len(kept.counts):
+                message["kept_counts"].copy_(kept.counts)
+        with self._blaming(f"rank {receiver}", f"that it takes part {part + 1} of {self._parts}"):
+            self._start_send(receiver, memory, tag=part)
+            for kept in sets.values():
+                if kept is not None and len(kept.ids):
+                    self._start_send(receiver, kept.ids, tag=self._parts + part)
+
+    def _start_send(self, receiver: int, memory: Tensor, tag: int) -> None:
+        work = dist.isend(memory, receiver, tag=tag)
+        self._outgoing.append(Outgoing(receiver, memory, work))
 
     def wait(self, part: int) -> None:
         """Return once the rows of ``part`` and of all parts before it are in `columns`.
@@ -261,44 +328,47 @@ class Delivery:
             sent something else.
         """
         while self._arrived <= part:
-            if messages := self._coming[self._arrived]:
+            if messages := self._incoming[self._arrived]:
                 with self._waiting():
                     for message in messages:
                         self._arrive(self._arrived, message)
+            self._incoming[self._arrived] = []
             self._arrived += 1
-            self._coming[self._arrived - 1] = []
-        if self._arrived == self._parts and self._sent:
+        if self._arrived == self._parts and self._outgoing:
             with self._waiting():
-                for to, _, work in self._sent:
-                    with self._blaming(f"rank {to}", "that it took this rank's rows"):
-                        work.wait()
-            self._sent = []
+                for message in self._outgoing:
+                    who = f"rank {message.receiver}"
+                    with self._blaming(who, "that it took this rank's rows"):
+                        message.work.wait()
+            self._outgoing = []
 
-    def _arrive(self, part: int, message: Message) -> None:
-        owner, stored, memory, work = message
-        what = f"part {part + 1} of {self._parts} of its rows"
-        with self._blaming(f"rank {owner}", what):
-            work.wait()
-            columns = stored.read(memory)
-            if (sent := int(columns[_DIGEST])) != self._digest:
-                raise RuntimeError(f"it sent rows of exchange {sent:#x}, not {self._digest:#x}")
+    def _arrive(self, part: int, message: Incoming) -> None:
+        owner = message.owner
+        with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
+            message.work.wait()
+            columns = message.layout.read(message.memory)
+            digest = int(columns[_DIGEST])
+            if digest != self._digest:
+                raise RuntimeError(f"it sent rows of exchange {digest:#x}, not {self._digest:#x}")
         for name, need in self.needs.items():
-            at = self._places[name].get((part, owner))
-            if at is not None and need.kept is not None:
-                self.kept.add(part, at, self._sets(part, owner, columns["kept_counts"]))
-            for column in need.fields if at is not None else ():
-                here = bits(self.columns[column])
-                sent = bits(columns[column])
-                here.index_copy_(0, torch.from_numpy(at), sent)
+            places = self._places[name].get((part, owner))
+            if places is None:
+                continue
+            if need.kept is not None:
+                sets = self._receive_sets(part, owner, columns["kept_counts"])
+                self.kept.add(part, places, sets)
+            for column in need.fields:
+                destination = bits(self.columns[column])
+                destination.index_copy_(0, torch.from_numpy(places), bits(columns[column]))
 
-    def _sets(self, part: int, owner: int, counts: Tensor) -> KeptSets:
+    def _receive_sets(self, part: int, owner: int, counts: Tensor) -> KeptSets:
         """Receive the ids of kept sets of rows that have arrived."""
         ids = torch.empty(int(counts.clamp(min=0).sum()), dtype=torch.int32)
         if len(ids):
             with self._blaming(f"rank {owner}", f"kept sets of part {part + 1} of {self._parts}"):
                 dist.recv(ids, owner, tag=self._parts + part)
         sets = KeptSets(counts.clone(), ids)
-        self.moved.network["kept"] += sets.nbytes
+        self.stats.network["kept"] += sets.nbytes
         return sets
 
     @contextmanager

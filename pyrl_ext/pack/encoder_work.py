@@ -18,7 +18,7 @@ from torch import Tensor
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import Field, Items, Need
-from pyrl_ext.pack.rank_rows import Lengths, Seat, layout_of
+from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
 
@@ -83,19 +83,19 @@ class EncoderWork:
         rows = _runs(self.lengths.starts[self.images.samples[ids]] + within, counts)
         return np.where(_runs(within, counts) < 0, -2, rows) if depth else rows
 
-    def route(self, microbatch: int, replica: int, seat: Seat, depth: int = 0) -> Route:
-        """The rows of ``replica`` that ``seat`` embeds, in its part of the sequence under context
+    def route(self, microbatch: int, replica: int, role: RankRole, depth: int = 0) -> Route:
+        """The rows of ``replica`` that ``role`` embeds, in its part of the sequence under context
         and sequence parallelism.
 
         Args:
             depth: as in `rows`.
         """
-        group = self.schedule.group_of(microbatch, seat.grid_rank)
+        group = self.schedule.group_of(microbatch, role.grid_rank)
         samples = self.images.samples[self.ids(microbatch, replica)]
         if not len(group.samples) or not np.isin(samples, group.samples).any():
             return meeting(np.empty(0, np.int64), np.empty(0, np.int64))
-        layout = layout_of(group, self.lengths, seat)
-        local = layout.shard(layout.rows(seat.grid_rank - group.first), seat.tp_rank)
+        layout = layout_of(group, self.lengths, role)
+        local = layout.shard(layout.rows(role.grid_rank - group.first), role.tp_rank)
         return meeting(self.rows(microbatch, replica, depth), local.numpy())
 
 
@@ -185,7 +185,7 @@ class PatchStream:
     def of(cls, plan: Plan, index: BatchIndex, schedule: Schedule) -> PatchStream | None:
         """The patches that the plan's encoder reads; None: it has none."""
         tower = plan.sizes.vision
-        encoders = [g for g in plan.grids.values() if g.name != "llm"]
+        encoders = [grid for grid in plan.grids.values() if grid.name != "llm"]
         if tower is None or not encoders:
             return None
         (grid,) = encoders
@@ -214,7 +214,7 @@ class PatchStream:
         """
         ids = self._ids(replica)
         if owner is not None:
-            ids = [each[self.owners[each] == owner] for each in ids]
+            ids = [images[self.owners[images] == owner] for images in ids]
         sizes, starts = self.items.lengths
         rows = _runs(starts[np.concatenate(ids)], sizes[np.concatenate(ids)])
         return Need(self.items, rows, self._firsts(ids)[parts], self.fields)
@@ -232,5 +232,5 @@ class PatchStream:
         """[microbatches + 1] first patch of each microbatch, then their number."""
         sizes = self.items.lengths.seqlens
         firsts = np.zeros(len(self.work.schedule) + 1, np.int64)
-        firsts[1 : len(ids) + 1] = np.cumsum([int(sizes[each].sum()) for each in ids])
+        firsts[1 : len(ids) + 1] = np.cumsum([int(sizes[images].sum()) for images in ids])
         return firsts

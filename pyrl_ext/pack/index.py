@@ -37,7 +37,7 @@ class BatchIndex:
         turns:       [S] int32, number of the first turn that the sample holds.
         seqlens:     [S] int32, rows: tokens less one.
         sampled:     [S] int32, tokens that the policy sampled, trained on or not.
-        truncated:   [S] bool, whether the trajectory ran out of room in this sample.
+        truncated:   [S] bool, True if the trajectory ran out of room in this sample.
         rewards:     [S] float64, of the trajectory.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
@@ -78,7 +78,6 @@ class BatchIndex:
 
         Raises: ValueError when the rewards of samples have components of other names.
         """
-
         routed = next((s for s in samples if s.routes is not None), None)
         images = [(i, x.row, x.rows, *x.grid) for i, s in enumerate(samples) for x in s.images]
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
@@ -173,7 +172,7 @@ class BatchIndex:
         """The index that `to_bytes` wrote."""
         samples, depths, topk, layers, named = np.frombuffer(data, np.int32, 5).tolist()
         layer_ids = np.frombuffer(data, np.int16, layers, 5 * 4)
-        columns = dict[str, np.ndarray]()
+        columns: dict[str, np.ndarray] = {}
         at = 5 * 4 + 2 * int(layers)
         names = data[at : at + named].decode().split(",") if named else []
         at += named
@@ -205,12 +204,12 @@ class BatchIndex:
         own = self.rewards[self.firsts][self.trajectories]
         wrong = np.flatnonzero(~np.isfinite(self.rewards) | (self.rewards != own))
         if len(wrong):
-            reward = self.rewards[wrong[0]]
-            other = own[wrong[0]]
-            where = self._named(wrong[0])
-            rule = f"{other} as in another part of its trajectory"
-            rule = rule if np.isfinite(reward) else "a finite number; score it first"
-            raise ValueError(f"BatchIndex: {where}: reward {reward}, expected {rule}")
+            sample = wrong[0]
+            reward = self.rewards[sample]
+            rule = f"{own[sample]} as in another part of its trajectory"
+            if not np.isfinite(reward):
+                rule = "a finite number; score it first"
+            raise ValueError(f"BatchIndex: {self._named(sample)}: reward {reward}, expected {rule}")
 
     def _named(self, sample: int) -> str:
         where = f"prompt {self.groups[sample]}, sample {self.places[sample]}"
@@ -257,7 +256,7 @@ class BatchIndex:
 
     @cached_property
     def flat_groups(self) -> dict[int, bool]:
-        """Group -> whether all its rewards are equal, in the order of their samples."""
+        """Group -> True if all its rewards are equal, in the order of their samples."""
         rewards = {g: self.rewards[self.groups == g] for g in dict.fromkeys(self.groups.tolist())}
         return {group: bool(np.ptp(each) == 0) for group, each in rewards.items()}
 
@@ -296,7 +295,7 @@ def sampled_tokens(sample: Sample) -> int:
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
     """The images of parts with so many samples, of those in ``order``, which is theirs then."""
-    tables = [each.table for each in parts]
+    tables = [images.table for images in parts]
     before = 0
     for table, size in zip(tables, sizes, strict=True):
         table[:, 0] += before
@@ -330,10 +329,11 @@ def _read_components(
     data: bytes, at: int, names: Sequence[str], samples: int
 ) -> tuple[dict[str, np.ndarray], int]:
     """The columns of ``names`` in ``data``, and where they end."""
-    size = 8 * samples
-    places = enumerate(names)
-    found = {n: np.frombuffer(data, np.float64, samples, at + i * size) for i, n in places}
-    return found, at + len(names) * size
+    columns: dict[str, np.ndarray] = {}
+    for name in names:
+        columns[name] = np.frombuffer(data, np.float64, samples, at)
+        at += columns[name].nbytes
+    return columns, at
 
 
 def _check_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:

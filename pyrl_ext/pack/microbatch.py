@@ -113,8 +113,8 @@ class Microbatch:
         Communicates: waits for rows that are still on their way.
         """
         shard.wait(number)
-        group = shard.schedule.group_of(number, shard.seat.grid_rank)
-        layout = layout_of(group, shard.lengths, shard.seat)
+        group = shard.schedule.group_of(number, shard.role.grid_rank)
+        layout = layout_of(group, shard.lengths, shard.role)
         rows = layout.rows(place.cp_rank)
         first, end = shard.rows.first_token[number : number + 2]
         local = _places(rows)
@@ -132,23 +132,24 @@ class Microbatch:
         targets = [here[f"targets_{depth}"].long() for depth in range(1 + depths)]
         masks = [f"loss_mask_{depth}" for depth in range(1 + depths)]
         router_rows = layout.shard(rows, place.tp_rank)
+        mtp = [MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)]
+        inputs = None
+        if shard.role.last_stage:
+            inputs = _loss_inputs(here, place, max(1, len(group.samples)))
+        kept = shard.kept(number)
         return cls(
-            place,
-            layout,
-            rows,
+            place=place,
+            layout=layout,
+            rows=rows,
             at=_places(rows, int(first)),
             at_router=_places(router_rows, int(shard.rows.first_router[number])),
             tokens=here["tokens"].long(),
             targets=targets[0],
             positions=torch.stack([here[name].long() for name in placed]).squeeze(0),
-            inputs=_loss_inputs(here, place, max(1, len(group.samples)))
-            if shard.seat.last_stage
-            else None,
-            mtp=tuple(
-                MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)
-            ),
+            inputs=inputs,
+            mtp=tuple(mtp),
             loss_rows=tuple(on_host[mask].nonzero()[:, 0] for mask in masks),
-            kept=None if (sets := shard.kept(number)) is None else sets.select(local),
+            kept=None if kept is None else kept.select(local),
         )
 
 
@@ -160,19 +161,22 @@ def _places(rows: Tensor, first: int = 0) -> Tensor:
 
 def _columns(shard: BatchShard, part: slice, depths: int) -> dict[str, Tensor]:
     """The columns that a microbatch takes of rows ``part`` of a shard."""
-    names = ["tokens", *(f"{n}_{d}" for n in ("targets", "loss_mask") for d in range(1 + depths))]
-    return {name: shard.stored[name][part] for name in (*names, *_SCORES) if name in shard.stored}
+    names = ["tokens"]
+    names += [f"targets_{depth}" for depth in range(1 + depths)]
+    names += [f"loss_mask_{depth}" for depth in range(1 + depths)]
+    names += _SCORES
+    return {name: shard.stored[name][part] for name in names if name in shard.stored}
 
 
 def _positions(shard: BatchShard, part: slice, axes: bool) -> dict[str, Tensor]:
     """Positions of the same rows in their samples; with images and ``axes`` in each of three."""
     rows = shard.rows.tokens[part]
     lengths = shard.lengths
-    found = (rows - lengths.starts[lengths.sample_of(rows)])[None]
+    positions = (rows - lengths.starts[lengths.sample_of(rows)])[None]
     if axes and shard.images:
         (images,) = shard.images.values()
-        found = axial_positions(rows, lengths, images.work.images)
-    return {f"positions_{i}": torch.from_numpy(each).int() for i, each in enumerate(found)}
+        positions = axial_positions(rows, lengths, images.work.images)
+    return {f"positions_{i}": torch.from_numpy(axis).int() for i, axis in enumerate(positions)}
 
 
 def _sequences(shard: BatchShard, part: slice, samples: Sequence[int]) -> Tensor:

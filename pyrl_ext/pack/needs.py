@@ -61,9 +61,9 @@ class Items:
         lengths = self.lengths.seqlens[order].astype(np.int64)
         owners = self.owners[order]
         starts = np.cumsum(lengths) - lengths
-        found = np.empty_like(starts)
-        found[order] = starts - starts[np.searchsorted(owners, owners)]
-        return found
+        starts_at_owner = np.empty_like(starts)
+        starts_at_owner[order] = starts - starts[np.searchsorted(owners, owners)]
+        return starts_at_owner
 
     def rows_held_by(self, owner: int) -> int:
         """Number of rows that ``owner`` holds."""
@@ -107,8 +107,9 @@ class Need(NamedTuple):
         parts = parts[order]
         owners = owners[order]
         cuts = np.flatnonzero(np.diff(parts) | np.diff(owners)) + 1
-        found = zip(np.split(parts, cuts), np.split(owners, cuts), np.split(order, cuts))
-        return {(int(part[0]), int(owner[0])): at for part, owner, at in found}
+        firsts = [0, *cuts.tolist()]
+        keys = zip(parts[firsts].tolist(), owners[firsts].tolist(), strict=True)
+        return dict(zip(keys, np.split(order, cuts), strict=True))
 
     def copy(self, columns: Columns, rows: np.ndarray, there: Columns, places: Tensor) -> None:
         """Copy what is needed of ``rows``, whose owner holds ``columns``, to places in ``there``.
@@ -118,13 +119,13 @@ class Need(NamedTuple):
             places: [M] int64.
         """
         for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = slice(first, first + _ROWS_AT_ONCE)
-            at = self.items.at_owner(rows[some])
-            for name, wanted in self.fields.items():
-                found = bits(columns[name]).index_select(0, at)
-                if wanted.slots is not None:
-                    found = found.index_select(1, torch.tensor(wanted.slots, dtype=torch.int64))
-                bits(there[name]).index_copy_(0, places[some], found)
+            part = slice(first, first + _ROWS_AT_ONCE)
+            places_at_owner = self.items.at_owner(rows[part])
+            for name, column in self.fields.items():
+                values = bits(columns[name]).index_select(0, places_at_owner)
+                if column.slots is not None:
+                    values = values.index_select(1, torch.tensor(column.slots, dtype=torch.int64))
+                bits(there[name]).index_copy_(0, places[part], values)
 
     def sets(self, columns: Columns, rows: np.ndarray) -> KeptSets | None:
         """The part that it needs of the kept sets of ``rows``, whose owner holds ``columns``."""
@@ -134,14 +135,14 @@ class Need(NamedTuple):
         held = KeptSets(columns["kept_counts"], ids)
         return held.select(self.items.at_owner(rows)).within(*self.kept)
 
-    def add_bytes(self, rows: int, moved: dict[str, int]) -> None:
-        """Add the bytes of so many rows to ``moved``, by kind."""
-        for each in self.fields.values():
-            moved[each.kind] += rows * each.row_bytes
+    def add_bytes(self, num_rows: int, received: dict[str, int]) -> None:
+        """Add the bytes of ``num_rows`` rows to ``received``, by kind."""
+        for column in self.fields.values():
+            received[column.kind] += num_rows * column.row_bytes
 
 
 Needs = Mapping[str, Need]  # by the name of the stream
-KEPT_COUNTS = {"kept_counts": Field("kept", torch.int32)}  # a row's, beside what `Need.fields` has
+KEPT_COUNTS = {"kept_counts": Field("kept", torch.int32)}  # of a row, in addition to `Need.fields`
 KEPT_IDS = {"kept_ids": Field("kept", torch.int32)}
 
 

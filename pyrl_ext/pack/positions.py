@@ -36,10 +36,10 @@ def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.nd
     begun = np.searchsorted(starts, rows, side="right")
     image = begun - 1
     inside = (begun > first) & (rows < (starts + images.counts)[image])
-    found = np.stack([offset - more[begun - inside] + more[first]] * 3)
+    positions = np.stack([offset - more[begun - inside] + more[first]] * 3)
     at = rows[inside] - starts[image[inside]]
     high = height[image[inside]]
     wide = width[image[inside]]
     places = np.stack([at // (high * wide), at // wide % high, at % wide])
-    found[:, inside] += places - at
-    return found
+    positions[:, inside] += places - at
+    return positions

@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.schedule.alignment import alignment
 
 
-class Seat(NamedTuple):
-    """The part of a step that a rank computes.
+class RankRole(NamedTuple):
+    """The part of a step that one rank computes.
 
     Args:
         grid_rank: in the grid of data- and context-parallel ranks, in which schedules count; -1: it
             computes no rows.
         tp_rank, tp_size: tensor-parallel ranks; the routers of each see a part of the rows.
-        last_stage: whether the rank computes losses.
+        last_stage: True if the rank computes losses.
         layers: 0-based global ids of its layers whose routers replay, ascending.
         tile_rows: rows of a tensor-parallel rank are a multiple of this (FP8).
         replica: of an encoder whose first stage the rank holds; -1: it takes no patches.
@@ -49,22 +50,22 @@ class Lengths(NamedTuple):
         return np.searchsorted(self.starts, rows, side="right") - 1
 
 
-def layout_of(group: Group, lengths: Lengths, seat: Seat) -> TokenLayout:
+def layout_of(group: Group, lengths: Lengths, role: RankRole) -> TokenLayout:
     """The layout of a group's samples over its ranks; one row of padding without samples."""
     return TokenLayout(
         tuple(int(lengths.seqlens[i]) for i in group.samples) or (1,),
         cp_size=group.cp_size,
-        tp_size=seat.tp_size,
-        align=alignment(seat.tp_size, group.cp_size, seat.tile_rows),
+        tp_size=role.tp_size,
+        align=alignment(role.tp_size, group.cp_size, role.tile_rows),
         starts=tuple(int(lengths.starts[i]) for i in group.samples) or (-1,),
     )
 
 
-class SeatRows(NamedTuple):
-    """The rows of a seat in the stream of all samples, microbatch after microbatch.
+class RankRows(NamedTuple):
+    """The rows of a rank in the stream of all samples, microbatch after microbatch.
 
     Args:
-        tokens:  [N] int64, rows that the seat computes.
+        tokens:  [N] int64, rows that the rank computes.
         routers: [R] int64, those that its routers see.
         first_token, first_router: [microbatches + 1] where each microbatch begins in them.
     """
@@ -76,30 +77,38 @@ class SeatRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, schedule: Schedule, lengths: Lengths, seat: Seat, owned: np.ndarray | None = None
-    ) -> SeatRows:
-        """The rows that ``seat`` computes.
+        cls, schedule: Schedule, lengths: Lengths, role: RankRole, owned: np.ndarray | None = None
+    ) -> RankRows:
+        """The rows that a rank of ``role`` computes.
 
         Args:
             owned: [S] bool, the samples whose rows count; None: all of them.
         """
-        tokens = [np.empty(0, np.int64)]
-        routers = [np.empty(0, np.int64)]
-        if seat.grid_rank < 0:
+        empty = np.empty(0, np.int64)
+        tokens = [empty]
+        routers = [empty]
+        if role.grid_rank < 0:
             firsts = np.zeros(len(schedule) + 1, np.int64)
-            return cls(tokens[0], routers[0], firsts, firsts)
+            return cls(empty, empty, firsts, firsts)
         for number in range(len(schedule)):
-            group = schedule.group_of(number, seat.grid_rank)
+            group = schedule.group_of(number, role.grid_rank)
             if owned is not None and not owned[list(group.samples)].any():
-                tokens.append(tokens[0])
-                routers.append(routers[0])
+                tokens.append(empty)
+                routers.append(empty)
                 continue
-            layout = layout_of(group, lengths, seat)
-            local = layout.rows(seat.grid_rank - group.first)
-            for found, rows in ((tokens, local), (routers, layout.shard(local, seat.tp_rank))):
-                real = rows[rows >= 0].numpy()
-                if owned is not None:
-                    real = real[owned[lengths.sample_of(real)]]
-                found.append(real)
-        firsts = (np.cumsum([len(part) for part in parts]) for parts in (tokens, routers))
-        return cls(np.concatenate(tokens), np.concatenate(routers), *firsts)
+            layout = layout_of(group, lengths, role)
+            local = layout.rows(role.grid_rank - group.first)
+            tokens.append(_real_rows(local, lengths, owned))
+            routers.append(_real_rows(layout.shard(local, role.tp_rank), lengths, owned))
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(routers),
+            first_token=np.cumsum([len(rows) for rows in tokens]),
+            first_router=np.cumsum([len(rows) for rows in routers]),
+        )
+
+
+def _real_rows(rows: Tensor, lengths: Lengths, owned: np.ndarray | None) -> np.ndarray:
+    """The rows that are not padding, of the samples that are ``owned``."""
+    real = rows[rows >= 0].numpy()
+    return real if owned is None else real[owned[lengths.sample_of(real)]]

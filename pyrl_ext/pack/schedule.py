@@ -221,11 +221,11 @@ class Scheduler:
         return self._padded(self._placed(seqlens))
 
     def _placed(self, seqlens: Sequence[int]) -> Schedule:
-        sizes = self.plan.parallel
-        tokens = self.plan.batching.tokens_per_microbatch
-        if sizes.dynamic_cp is not None:
+        parallel = self.plan.parallel
+        if parallel.dynamic_cp is not None:
             return _searched(self._groups.problem(seqlens))
-        return plan_microbatches(seqlens, sizes.dp, tokens, self.plan.row_alignment, sizes.cp)
+        tokens = self.plan.batching.tokens_per_microbatch
+        return plan_microbatches(seqlens, parallel.dp, tokens, self.plan.row_alignment, parallel.cp)
 
     def _padded(self, schedule: Schedule) -> Schedule:
         # an interleaved pipeline runs pp microbatches of a chunk at a time
@@ -233,7 +233,9 @@ class Scheduler:
 
     def _encoded(self, schedule: Schedule, images: Images) -> Schedule:
         """With microbatches whose images the encoder's replicas take in one pass each."""
-        for name, module in self.plan.modules.items() if len(images.samples) else ():
+        if not len(images.samples):
+            return schedule
+        for name, module in self.plan.modules.items():
             replicas = self.plan.grids[name].parallel.dp
             limit = module.patches_per_microbatch
             key = f"modules.{name}.patches_per_microbatch"

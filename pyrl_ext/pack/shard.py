@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.encoder_work import ShardImages
-from pyrl_ext.pack.rank_rows import Lengths, Seat, SeatRows
+from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
 from pyrl_ext.pack.schedule import Schedule
 
 
@@ -21,12 +21,12 @@ class BatchShard:
         schedule:    microbatches, minibatch after minibatch.
         minibatches: number of microbatches of each minibatch.
         lengths:     of all samples of the step.
-        seat:        of this rank.
+        role:        of this rank.
         rows:        of this rank.
         stored:      name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
             ``loss_mask_<d>`` bool, where d is the depth of an MTP layer, 0 the next token; on the
             last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``
-            float32. ``routes`` [R, l, K] of the seat's layers, ``route_mask`` [R] and, in runs
+            float32. ``routes`` [R, l, K] of the role's layers, ``route_mask`` [R] and, in runs
             ahead, ``route_ages`` [R, A] describe the routers' rows. All are on the host; rows that
             `wait` was not called for may be on their way.
         layer_ids:   ids of all layers that the samples have routes of.
@@ -41,8 +41,8 @@ class BatchShard:
     schedule: Schedule
     minibatches: tuple[int, ...]
     lengths: Lengths
-    seat: Seat
-    rows: SeatRows
+    role: RankRole
+    rows: RankRows
     stored: Mapping[str, Tensor]
     layer_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
@@ -72,24 +72,26 @@ class BatchShard:
         """The part of one minibatch; its columns are views."""
         first = sum(self.minibatches[:number])
         last = first + self.minibatches[number]
-        cuts = [(n[first], n[last]) for n in (self.rows.first_token, self.rows.first_router)]
-        (token, end), (router, router_end) = cuts
+        first_tokens = self.rows.first_token[first : last + 1]
+        first_routers = self.rows.first_router[first : last + 1]
+        tokens = slice(first_tokens[0], first_tokens[-1])
+        routers = slice(first_routers[0], first_routers[-1])
         return replace(
             self,
             schedule=replace(self.schedule, microbatches=self.schedule.microbatches[first:last]),
             minibatches=(self.minibatches[number],),
-            rows=SeatRows(
-                self.rows.tokens[token:end],
-                self.rows.routers[router:router_end],
-                self.rows.first_token[first : last + 1] - token,
-                self.rows.first_router[first : last + 1] - router,
+            rows=RankRows(
+                self.rows.tokens[tokens],
+                self.rows.routers[routers],
+                first_tokens - first_tokens[0],
+                first_routers - first_routers[0],
             ),
             stored={
-                name: x[router:router_end] if name.startswith("route") else x[token:end]
-                for name, x in self.stored.items()
+                name: column[routers if name.startswith("route") else tokens]
+                for name, column in self.stored.items()
             },
             loss_tokens=(self.loss_tokens[number],),
-            images={name: each.between(first, last) for name, each in self.images.items()},
+            images={name: images.between(first, last) for name, images in self.images.items()},
             first=self.first + first,
         )
 

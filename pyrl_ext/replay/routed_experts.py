@@ -86,7 +86,7 @@ class RoutedExperts:
         Communicates: with a group, l * E integers from every rank to every other, host to host.
         Raises: ValueError naming a layer that replays and has no routes in ``shard``.
         """
-        held = shard.seat.layers
+        held = shard.role.layers
         if missing := [layer for layer in layers if layer not in held]:
             raise ValueError(
                 f"replay: layers {missing} have a router but no routes; the engine reported layers "

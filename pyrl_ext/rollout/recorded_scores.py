@@ -28,7 +28,7 @@ def save_scores(
 
     Raises: OSError naming the file, when it cannot be written.
     """
-    if not logprobs.numel() or shard.seat.tp_rank:
+    if not logprobs.numel() or shard.role.tp_rank:
         return
     rows = shard.rows.tokens
     own, samples = np.unique(shard.lengths.sample_of(rows), return_inverse=True)

@@ -38,12 +38,12 @@ from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.encoder_work import Route
-from pyrl_ext.pack.rank_rows import Seat
+from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import reading_stage, source_ranks
 
-# (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
+# (microbatch, replica of the encoder, role of the reading rank) -> the rows that move
 Routes = Callable[[int, int, Any], Route]
 
 # (the other rank, rows [n, width]) of every message of one launch
@@ -84,7 +84,7 @@ class Edge:
 
     Args:
         sources: global rank of each replica of the encoder that sends.
-        readers: global rank -> its seat, as the routes know it.
+        readers: global rank -> its role, as the routes know it.
         there, back: process groups of all these ranks, one a direction, so that neither way waits
             for the other.
         width: first numbers of a row that are read.
@@ -206,8 +206,8 @@ class Edge:
         self, routes: Routes, microbatch: int, replica: int
     ) -> Iterator[tuple[int, Route]]:
         me = dist.get_rank()
-        for rank, seat in self.readers.items():
-            if rank != me and len((route := routes(microbatch, replica, seat)).source):
+        for rank, role in self.readers.items():
+            if rank != me and len((route := routes(microbatch, replica, role)).source):
                 yield rank, route
 
     def _empty(self, rows: int) -> Tensor:
@@ -256,16 +256,17 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
     return found
 
 
-def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
-    """The ranks of the language model that embed rows at ``depth``, each with its seat."""
+def _readers(plan: Plan, depth: int) -> dict[int, RankRole]:
+    """The ranks of the language model that embed rows at ``depth``, each with its role."""
     llm = plan.grids["llm"]
     tile = plan.tile_rows
     sizes = llm.parallel
     stage = reading_stage(plan, depth)
-    return {
-        llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, tile_rows=tile)
-        for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
-    }
+    readers: dict[int, RankRole] = {}
+    for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp)):
+        rank = llm.rank_of(dp=d, pp=stage, cp=c, tp=t)
+        readers[rank] = RankRole(d * sizes.cp + c, t, sizes.tp, tile_rows=tile)
+    return readers
 
 
 def embedded_depths(plan: Plan, topo: Topology, chunk: int) -> tuple[int, ...]:

@@ -89,9 +89,9 @@ class MicrobatchPrefetcher:
     def _rows(self) -> list[int]:
         """The rows of each microbatch on one tensor-parallel rank."""
         shard = self.shard
-        seat = self.shard.seat
-        groups = (shard.schedule.group_of(i, seat.grid_rank) for i in range(len(self)))
-        return [layout_of(g, shard.lengths, seat).num_local // seat.tp_size for g in groups]
+        role = self.shard.role
+        groups = (shard.schedule.group_of(i, role.grid_rank) for i in range(len(self)))
+        return [layout_of(g, shard.lengths, role).num_local // role.tp_size for g in groups]
 
     def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
         """(``chunk``, microbatch) in the order of the schedule, for one model chunk."""
@@ -114,7 +114,7 @@ class MicrobatchPrefetcher:
 
     def _prepare(self) -> None:
         shard = self.shard
-        group = shard.schedule.group_of(self._made, shard.seat.grid_rank)
+        group = shard.schedule.group_of(self._made, shard.role.grid_rank)
         place = self.topo.place(group.cp_size)
         with record_function("pyrl: pack"):
             micro = Microbatch.of(shard, self._made, place, self.depths, self._upload, self.axes)
@@ -127,7 +127,7 @@ class MicrobatchPrefetcher:
         """Start the upload of the routed experts of ``micro``."""
         shard = self.shard
         replay = self.replay
-        layers = replay.layers_to_replay(shard.seat.layers) if self.replayed else ()
+        layers = replay.layers_to_replay(shard.role.layers) if self.replayed else ()
         with record_function("pyrl: routes"), replay.clock("time/replay"):
             where = self._upload, replay.shares_rows
             return RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, *where)

@@ -128,7 +128,7 @@ def check_records(plan: Plan, topo: Topology) -> SftSource:
 def padding(shard: BatchShard) -> float:
     """Share of the update's rows, over all ranks, that hold no token."""
     computed = sum(
-        layout_of(group, shard.lengths, shard.seat).num_local * group.cp_size
+        layout_of(group, shard.lengths, shard.role).num_local * group.cp_size
         for groups in shard.schedule.microbatches
         for group in groups
     )

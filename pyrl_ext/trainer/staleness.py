@@ -47,7 +47,7 @@ def by_age(
     Communicates: two numbers for each age. Syncs: yes.
     """
     sums = torch.zeros(2, plan.rollout.ahead + 2, dtype=torch.float64)
-    if shard.seat.last_stage:
+    if shard.role.last_stage:
         mask = shard.columns["loss_mask_0"]
         gap = (scores.logprobs - shard.columns["rollout_logprobs"])[mask].abs().double()
         sums = torch.stack([torch.ones_like(gap), gap]) @ shard.columns["ages"][mask].double()

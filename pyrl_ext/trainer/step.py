@@ -17,7 +17,7 @@ from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.delivery import Moved
+from pyrl_ext.pack.delivery import TransferStats
 from pyrl_ext.pack.exchange import shard_batch, step_digest
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
@@ -60,7 +60,7 @@ class Step(ABC):
     reference: Policy | None
     advantage: AdvantageFn
     loss: LossFn
-    moved: Moved = field(default_factory=Moved, init=False)
+    moved: TransferStats = field(default_factory=TransferStats, init=False)
     weighed: Metrics = field(default_factory=dict[str, float], init=False)
 
     @cached_property
@@ -305,7 +305,7 @@ class RolloutStep(Step):
         if self.plan.objective.kl_coef:
             with phase("time/ref_logprobs"):
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
-        if shard.seat.last_stage:
+        if shard.role.last_stage:
             if self.plan.rollout.ahead:
                 columns["ages"] = ages_of(shard, self.number, self.plan)
             shard = shard.with_columns(**columns)
@@ -367,7 +367,7 @@ def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
     none = torch.empty(0)
     tokens = sum(counts[0] for counts in shard.loss_tokens)
     rollout = shard.columns.get("rollout_logprobs", none)
-    mask = shard.columns["loss_mask_0"] if shard.seat.last_stage else none.bool()
+    mask = shard.columns["loss_mask_0"] if shard.role.last_stage else none.bool()
     metrics = mismatch(old.logprobs, rollout, mask, topo) if tokens else {}
     if old.agreement:
         share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))

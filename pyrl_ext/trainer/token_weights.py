@@ -38,10 +38,10 @@ def weigh_tokens(
     objective = plan.objective
     columns = dict[str, Tensor]()
     metrics = dict[str, float]()
-    rows = shard.rows.tokens if shard.seat.last_stage else shard.rows.tokens[:0]
+    rows = shard.rows.tokens if shard.role.last_stage else shard.rows.tokens[:0]
     samples = shard.lengths.sample_of(rows)
     tokens = index.loss_tokens[:, 0]
-    here = shard.columns if shard.seat.last_stage else {}
+    here = shard.columns if shard.role.last_stage else {}
     none = torch.empty(0)
     mask = here.get("loss_mask_0", none.bool())
     old = here.get("old_logprobs", none)
@@ -72,7 +72,7 @@ def weigh_tokens(
         metrics["reward/kl"] = float(kl.mean())
     if objective.overlong_buffer:
         metrics["reward/overlong"] = float((scored.rewards - index.rewards)[index.firsts].mean())
-    return shard.with_columns(**columns) if shard.seat.last_stage else shard, metrics
+    return shard.with_columns(**columns) if shard.role.last_stage else shard, metrics
 
 
 def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:

@@ -88,7 +88,7 @@ def tokens_with_gradient(
 def _advantages(minibatch: BatchShard) -> Tensor:
     """[N] the advantages of loss tokens that are not almost certain, 0 elsewhere."""
     columns = minibatch.columns
-    if not minibatch.seat.last_stage:
+    if not minibatch.role.last_stage:
         return torch.zeros(0)
     counted = columns["loss_mask_0"] & (columns["old_logprobs"] < _MAX_LOGPROB)
     for weight in (columns[name] for name in ("weights", "corrections") if name in columns):
@@ -101,7 +101,7 @@ def _rows_by_sample(
 ) -> list[tuple[int, int, int, float]]:
     """(sample, position, target, advantage) of this rank's rows, and the first token of a sample
     at position -1; each row on one rank."""
-    if not minibatch.seat.last_stage or topo.tp_rank:
+    if not minibatch.role.last_stage or topo.tp_rank:
         return []
     rows = minibatch.rows.tokens
     columns = minibatch.columns

@@ -272,7 +272,7 @@ def gaps(shard: BatchShard, logprobs: Tensor, version: int) -> tuple[Tensor, Ten
 
     Returns: [N] float64 |difference| of each loss token of the version, 0 elsewhere; their number.
     """
-    if not shard.seat.last_stage:
+    if not shard.role.last_stage:
         return torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     mask = shard.columns["loss_mask_0"]
     if (versions := shard.columns.get("versions")) is not None:

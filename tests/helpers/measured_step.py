@@ -193,11 +193,11 @@ class Bench:
     def largest(self, shard: BatchShard) -> tuple[int, int]:
         """The microbatch with the most rows on this rank, and their number; the padding of an empty
         microbatch does not count. An encoder's own rank has none."""
-        seat = shard.seat
-        if seat.grid_rank < 0:
+        role = shard.role
+        if role.grid_rank < 0:
             return 0, 0
-        groups = [shard.schedule.group_of(m, seat.grid_rank) for m in range(len(shard.schedule))]
-        rows = [layout_of(g, shard.lengths, seat).num_local if g.samples else 0 for g in groups]
+        groups = [shard.schedule.group_of(m, role.grid_rank) for m in range(len(shard.schedule))]
+        rows = [layout_of(g, shard.lengths, role).num_local if g.samples else 0 for g in groups]
         return rows.index(max(rows)), max(rows)
 
     def routes(self, shard: BatchShard, number: int) -> int:

@@ -38,7 +38,7 @@ def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     assert not any(moved.network.values()) and not any(moved.shared.values())
     rows = torch.from_numpy(shard.rows.tokens)
     scores = {n: getattr(batch, n, None) for n in ("old_logprobs", "ref_logprobs")}
-    if not shard.seat.last_stage:
+    if not shard.role.last_stage:
         return shard
     return shard.with_columns(**{n: x[rows] for n, x in scores.items() if x is not None})
 
@@ -48,7 +48,7 @@ def scores(policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True
     shard = shard_of(policy, batch, schedule)
     found = policy.scores(shard, replay)
     stream = torch.zeros(2, len(batch.tokens))
-    if shard.seat.last_stage and not policy.topo.tp_rank:  # each row once
+    if shard.role.last_stage and not policy.topo.tp_rank:  # each row once
         rows = torch.from_numpy(shard.rows.tokens)
         stream[:, rows] = torch.stack([found.logprobs, found.entropy])
     dist.all_reduce(stream)
@@ -58,7 +58,7 @@ def scores(policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True
 def weighed(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     """The shard with the weights that the objective asks for; old log-probs are 0 if unknown."""
     shard = shard_of(policy, batch, schedule)
-    if shard.seat.last_stage and "old_logprobs" not in shard.stored:
+    if shard.role.last_stage and "old_logprobs" not in shard.stored:
         zeros = torch.zeros_like(shard.columns["rollout_logprobs"])
         shard = shard.with_columns(old_logprobs=zeros)
 

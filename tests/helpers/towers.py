@@ -22,7 +22,7 @@ from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.images import Images
-from pyrl_ext.pack.rank_rows import Lengths, Seat
+from pyrl_ext.pack.rank_rows import Lengths, RankRole
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Topology
@@ -280,7 +280,7 @@ def image_shard(plan: Plan, topo: Topology, batch: ImageBatch, schedule: Schedul
         for dp in [plan.grids[kind].parallel.dp if kind in plan.grids else 1]
     }
     shard = replace(shard, images=images)
-    if not shard.seat.last_stage or batch.old_logprobs is None:
+    if not shard.role.last_stage or batch.old_logprobs is None:
         return shard
     return shard.with_columns(old_logprobs=batch.old_logprobs[torch.from_numpy(shard.rows.tokens)])
 
@@ -322,7 +322,7 @@ class InProcess:
         patches, grids, rows = self.images.microbatch(microbatch, 0)
         if not rows:
             return []
-        route = routes(microbatch, 0, Seat())
+        route = routes(microbatch, 0, RankRole())
         output = self.tower(patches, grids)[:, : self.width]
         return [(route.dest, output.index_select(0, route.source))]
 

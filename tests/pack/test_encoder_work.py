@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.exchange import seats_of, shard_batch
+from pyrl_ext.pack.exchange import roles_of, shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule, Scheduler
 from pyrl_ext.pack.shard import BatchShard
@@ -98,7 +98,7 @@ def moved_to_ranks(group: dist.ProcessGroup, config: Path) -> list[Any]:
     batch, index, schedules = step_of(rank, plan, OWNERS[0], bare)
     shard, moved = shard_batch(batch, index, schedules, plan, topo)
     shard.wait(len(shard.schedule) - 1)  # nothing may be on its way when the process ends
-    images = shard.images["vision"].microbatch(0, max(0, shard.seat.replica))
+    images = shard.images["vision"].microbatch(0, max(0, shard.role.replica))
     assert moved.network["images"] == 0 and images[1:] == ([(1, 2, 2)], 0)
     assert (images[0] is None) == (rank < 2)
     return found
@@ -111,13 +111,13 @@ def encoded_on(
     grid = plan.grids["vision"]
     images = shard.images["vision"]
     encodes = rank in grid.ranks and grid.place(rank).pp == 0
-    assert (images.patches is not None) == encodes == (shard.seat.replica >= 0)
+    assert (images.patches is not None) == encodes == (shard.role.replica >= 0)
     if not encodes:
         return []
     replica = grid.place(rank).dp
     found = list[tuple[int, int, int]]()
     first = 0
-    assert shard.seat.replica == replica
+    assert shard.role.replica == replica
     for number, schedule in enumerate(schedules):
         part = shard.minibatch(number).images["vision"]
         for m in range(len(schedule)):
@@ -173,9 +173,9 @@ def test_seats_of_follows_the_grids(tmp_path):
     """A rank may compute rows of the language model and take patches."""
     config = write_run(tmp_path)
     index = BatchIndex.of(SAMPLES)
-    seats = seats_of(plan_of(config, "dp=2", "dp=2"), index)
-    assert [(s.replica, s.grid_rank) for s in seats] == [(-1, 0), (-1, 1), (0, -1), (1, -1)]
+    roles = roles_of(plan_of(config, "dp=2", "dp=2"), index)
+    assert [(s.replica, s.grid_rank) for s in roles] == [(-1, 0), (-1, 1), (0, -1), (1, -1)]
     shared = compile_plan(config, ["parallel.pp=2", "parallel.tp=2", "modules.vision.ranks=shared"])
-    seats = seats_of(shared, index)
-    assert [(s.replica, s.last_stage) for s in seats[2:]] == [(-1, True), (-1, True)]
-    assert [(s.replica, s.tp_rank) for s in seats[:2]] == [(0, 0), (1, 1)]
+    roles = roles_of(shared, index)
+    assert [(s.replica, s.last_stage) for s in roles[2:]] == [(-1, True), (-1, True)]
+    assert [(s.replica, s.tp_rank) for s in roles[:2]] == [(0, 0), (1, 1)]

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.delivery import KINDS, Moved
+from pyrl_ext.pack.delivery import KINDS, TransferStats
 from pyrl_ext.pack.exchange import Exchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.rank_rows import Seat
+from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
 from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.parallel import heartbeat
@@ -255,7 +255,7 @@ def check_rows(shard: BatchShard, schedules: list[Schedule], plan: Plan, rank: i
     if last:
         assert columns["rollout_logprobs"] == whole.rollout_logprobs[rows].tolist()
         assert columns["advantages"] == [float(sample_of[row]) for row in rows]
-    assert shard.seat.layers == tuple(layers)
+    assert shard.role.layers == tuple(layers)
     assert ("routes" in columns) == bool(layers)
     if layers:
         slots = [LAYERS.index(layer) for layer in layers]
@@ -287,7 +287,7 @@ def in_shard(row: int, plan: Plan, tp_rank: int) -> list[int] | None:
 
 def check_kept(shard: BatchShard, plan: Plan, rank: int) -> None:
     """The kept sets of every row of every microbatch, on the last stage alone."""
-    if not shard.seat.last_stage:
+    if not shard.role.last_stage:
         assert shard.kept(0) is None
         return
     tp_rank = ranks(plan.parallel)[rank].tp
@@ -313,7 +313,7 @@ def replace_place(group: Group, grid: int, plan: Plan, tp_rank: int) -> Any:
     return Place(group.cp_size, grid - group.first, None, plan.parallel.tp, tp_rank)
 
 
-def counted(moved: Moved) -> tuple[int, int]:
+def counted(moved: TransferStats) -> tuple[int, int]:
     return sum(moved.network.values()), sum(moved.shared.values())
 
 
@@ -322,15 +322,15 @@ def wanted(
 ) -> tuple[int, int]:
     """Bytes that the rows of other ranks hold: over the network, in shared memory. A kept set takes
     the ids in the rank's shard, and their number, where losses are computed."""
-    per_token = 4 + (1 + DEPTHS) * 5 + (8 if shard.seat.last_stage else 0)
-    per_router = len(shard.seat.layers) * 2 + 1 if shard.seat.layers else 0
+    per_token = 4 + (1 + DEPTHS) * 5 + (8 if shard.role.last_stage else 0)
+    per_router = len(shard.role.layers) * 2 + 1 if shard.role.layers else 0
     whole = Batch.of(SAMPLES, torch.zeros(len(SAMPLES)))
     prompts = np.repeat([s.prompt_id for s in SAMPLES], whole.seqlens)
     network = shared = 0
     tp_rank = ranks(plan.parallel)[rank].tp
 
     def kept(row: int) -> int:
-        return 4 + 4 * len(in_shard(row, plan, tp_rank) or ()) if shard.seat.last_stage else 0
+        return 4 + 4 * len(in_shard(row, plan, tp_rank) or ()) if shard.role.last_stage else 0
 
     for rows, size in ((shard.rows.tokens, per_token), (shard.rows.routers, per_router)):
         for row in rows:
@@ -418,15 +418,15 @@ def test_part_of_cuts_microbatches_into_runs():
     index = BatchIndex.of(SAMPLES, depths=DEPTHS)
     for number, parts in ((1, [0]), (2, [0, 1]), (9, [0, 0, 1, 1, 2, 2, 3, 3, 3])):
         schedule = Schedule(1, ((Group(0, 1, ()),),) * number)
-        exchange = Exchange(index, schedule, [Seat()], 8)
+        exchange = Exchange(index, schedule, [RankRole()], 8)
         assert [exchange.part_of(each) for each in range(number)] == parts
         assert len(exchange.of(0)[1]["tokens"].cuts) == 1 + len({*parts})
 
 
 def test_moved_counts_every_kind():
-    assert set(Moved().network) == set(Moved().shared) == set(KINDS)
+    assert set(TransferStats().network) == set(TransferStats().shared) == set(KINDS)
     network = {kind: 10**i for i, kind in enumerate(KINDS)}
-    moved = Moved(network, dict.fromkeys(KINDS, 5))
+    moved = TransferStats(network, dict.fromkeys(KINDS, 5))
     assert moved.metrics(one_rank(tiny_plan())) == {
         "batch/moved_bytes": sum(network.values()),
         **{f"batch/moved_bytes/{kind}": bytes_ for kind, bytes_ in network.items()},

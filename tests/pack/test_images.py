@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pyrl_ext.pack.encoder_work import EncoderWork, PatchStream, ShardImages
 from pyrl_ext.pack.images import Images, spread
-from pyrl_ext.pack.rank_rows import Lengths, Seat
+from pyrl_ext.pack.rank_rows import Lengths, RankRole
 from pyrl_ext.pack.schedule import (
     CostModel,
     Group,
@@ -95,7 +95,7 @@ def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way,
                 want = {at: of_image[row] for at, row in enumerate(part) if row in of_image}
                 found = {}
                 for r in range(replicas):
-                    route = work.route(m, r, Seat(rank, t, tp), depth)
+                    route = work.route(m, r, RankRole(rank, t, tp), depth)
                     for source, dest in zip(*(x.tolist() for x in route), strict=True):
                         assert dest not in found
                         found[dest] = outputs[r][source]

@@ -14,7 +14,7 @@ from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
-from pyrl_ext.pack.rank_rows import Seat
+from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
@@ -71,8 +71,8 @@ def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[
     microbatches = tuple((Group(0, place.cp_size, ids),) for ids in IDS)
     schedule = Schedule(place.cp_size, microbatches)
     index = index_of(batch, depths=2)
-    seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids)
-    exchange = Exchange(index, schedule, [seat], 8)
+    role = RankRole(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids)
+    exchange = Exchange(index, schedule, [role], 8)
     asked = list[int]()
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
@@ -83,7 +83,7 @@ def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[
 
     columns = delivery.columns
     known = (index.layer_ids, ((0, 0, 0),) * 2)
-    shard = BatchShard(schedule, (2, 2), exchange.lengths, seat, rows, columns, *known)
+    shard = BatchShard(schedule, (2, 2), exchange.lengths, role, rows, columns, *known)
     return replace(shard, wait_for=wait_for), asked
 
 

@@ -151,7 +151,7 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
         chunk = policy.llm.chunks[0]
         routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
         with replay.session(counting=True), torch.no_grad():
-            layers = replay.layers_to_replay(shard.seat.layers) if replayed else ()
+            layers = replay.layers_to_replay(shard.role.layers) if replayed else ()
             upload = Upload(topo.device)
             routes = RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, upload)
             for hook, router in zip(replay.hooks[0], routers, strict=True):

@@ -65,7 +65,7 @@ RUNS_OF_FOUR = {
 HOST_NUMBERS = {
     "_meet",
     "Delivery.read_on_host",
-    "Moved.metrics",
+    "TransferStats.metrics",
     "Policy._sums",
     "Replay.agreement",
     "gather_objects",

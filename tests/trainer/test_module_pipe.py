@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pyrl_ext.pack.encoder_work import EncoderWork, Route, meeting
 from pyrl_ext.pack.images import Images
-from pyrl_ext.pack.rank_rows import Lengths, Seat, layout_of
+from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.parallel.groups import connect
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def grids(self) -> dict[str, list[Any]]:
-        """Module -> the seat of each of its ranks: (replica, tp rank), or the reader's."""
+        """Module -> the role of each of its ranks: (replica, tp rank), or the reader's."""
         found: dict[str, list[Any]] = {
             f"encoder{e}": [(r, t) for r in range(dp) for t in range(tp)]
             for e, (dp, tp) in enumerate(self.encoders)
@@ -72,8 +72,8 @@ class Case:
         if self.middle:
             found["middle"] = [(r, 0) for r in range(self.middle)]
         dp, cp, tp = self.reader
-        seats = [Seat(r, t, tp) for r in range(dp * cp) for t in range(tp)]
-        return found | {f"reader{i}": seats for i in range(self.readers)}
+        roles = [RankRole(r, t, tp) for r in range(dp * cp) for t in range(tp)]
+        return found | {f"reader{i}": roles for i in range(self.readers)}
 
     @property
     def joined(self) -> list[tuple[str, str]]:
@@ -156,8 +156,8 @@ class Rank:
 
     def __init__(self, case: Case):
         self.case = case
-        places = [(n, seat) for n, seats in case.grids.items() for seat in seats]
-        self.name, self.seat = dict(enumerate(places)).get(dist.get_rank(), ("", None))
+        places = [(n, role) for n, roles in case.grids.items() for role in roles]
+        self.name, self.role = dict(enumerate(places)).get(dist.get_rank(), ("", None))
         self.edges = {key: self._edge(*key, places) for key in case.joined}
         pairs = [[r for r, (n, s) in enumerate(places) if (n, s[0]) == x] for x in _tp(places)]
         self.tp = [g for g in map(dist.new_group, pairs) if isinstance(g, dist.ProcessGroup)]
@@ -182,8 +182,8 @@ class Rank:
             return mine.route
         theirs = work_of(self.case, reader)
 
-        def between(m: int, replica: int, seat: Any):
-            rows = mine.rows(m, replica), theirs.rows(m, seat[0])
+        def between(m: int, replica: int, role: Any):
+            rows = mine.rows(m, replica), theirs.rows(m, role[0])
             return meeting(*rows)
 
         return between
@@ -212,7 +212,7 @@ class Rank:
     def _forward(self, m: int, held: dict[str, Tensor]) -> Tensor | None:
         case = self.case
         name = self.name
-        seat = self.seat
+        role = self.role
         taken = [
             rows
             for key, edge in self.edges.items()
@@ -220,10 +220,10 @@ class Rank:
             for rows in edge.take(self._routes(*key), m)
         ]
         if name.startswith("reader"):
-            return self._read(m, seat, taken)
+            return self._read(m, role, taken)
         if not name:
             return None
-        work, (replica, _) = work_of(case, name), seat
+        work, (replica, _) = work_of(case, name), role
         if name == "middle":
             x = torch.zeros(len(work.rows(m, replica)), case.width, dtype=case.dtype)
             for dest, values in taken:
@@ -234,10 +234,10 @@ class Rank:
         outlets = [Outlet(e, self._routes(*k)) for k, e in self.edges.items() if k[0] == name]
         return give(output, outlets, m, replica, self.tp[0])
 
-    def _read(self, m: int, seat: Seat, taken: list) -> Tensor | None:
-        group = schedule_of(self.case).group_of(m, seat.grid_rank)
-        layout = layout_of(group, LENGTHS, seat)
-        local = layout.shard(layout.rows(seat.grid_rank - group.first), seat.tp_rank)
+    def _read(self, m: int, role: RankRole, taken: list) -> Tensor | None:
+        group = schedule_of(self.case).group_of(m, role.grid_rank)
+        layout = layout_of(group, LENGTHS, role)
+        local = layout.shard(layout.rows(role.grid_rank - group.first), role.tp_rank)
         reader = int(self.name[-1])
         losses = [loss_of(self.case, reader, local[dest], values) for dest, values in taken]
         return torch.stack(losses).sum() if losses else None
@@ -262,12 +262,12 @@ def test_give_and_take_make_the_gradients_of_one_process(results, name):
     case = CASES[name]
     want = whole(CASES[name])
     found: dict[str, Tensor] = {}
-    places = [(module, seat) for module, seats in case.grids.items() for seat in seats]
-    for rank, (module, seat) in enumerate(places):
+    places = [(module, role) for module, roles in case.grids.items() for role in roles]
+    for rank, (module, role) in enumerate(places):
         grads, *_ = results[rank][name]
         if module.startswith("reader") or not case.trained:
             assert not grads
-        elif seat[1] == 0:
+        elif role[1] == 0:
             found[module] = found.get(module, 0) + grads[module].double()
         else:  # tensor-parallel ranks get the same gradient
             assert torch.equal(grads[module], results[rank - 1][name][0][module])
@@ -323,7 +323,7 @@ def test_sent_rows_are_released_once_they_have_arrived(world, monkeypatch):
         return handles[-1:]
 
     monkeypatch.setattr(dist, "batch_isend_irecv", launch)
-    readers = {1: Seat(), 2: Seat(1)}
+    readers = {1: RankRole(), 2: RankRole(1)}
     edge = Edge([0], readers, world, world, H, torch.float32, torch.device("cpu"))
     every = Route(torch.arange(4), torch.arange(4))
     for microbatch in range(3):
@@ -361,12 +361,12 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, world
         (1, 0, 1),
     ]
     wanted = [
-        (Seat(2 * d + c, t, 2, tile_rows=8), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
+        (RankRole(2 * d + c, t, 2, tile_rows=8), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
         for d in range(2)
         for c in range(2)
         for t in range(2)
     ]
-    assert sorted((seat, rank) for rank, seat in edge.readers.items()) == sorted(wanted)
+    assert sorted((role, rank) for rank, role in edge.readers.items()) == sorted(wanted)
     ranks = [*range(8), *edge.sources]
     assert asked == [("vision 0 there", ranks), ("vision 0 back", ranks)]
     assert [edge.there, edge.back] == made

@@ -41,7 +41,7 @@ def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
         inside.images = shard.images["vision"]
     scored = policy.scores(shard, replay=False)
     stream = torch.zeros(len(batch.tokens))
-    if shard.seat.last_stage and not topo.tp_rank:
+    if shard.role.last_stage and not topo.tp_rank:
         stream[torch.from_numpy(shard.rows.tokens)] = scored.logprobs
     dist.all_reduce(stream)
     policy.accumulate(shard, build_loss(plan.objective))

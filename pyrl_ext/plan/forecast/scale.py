@@ -304,12 +304,10 @@ class World:
         return self.group_entries
 
 
-BATCH, STEP, STORE, START = (
-    "host memory of a rank",
-    "sent by a rank in a step",
-    "the store, every second",
-    "start-up of a rank",
-)
+BATCH = "host memory of a rank"
+STEP = "sent by a rank in a step"
+STORE = "the store, every second"
+START = "start-up of a rank"
 DICT_BYTES = 100
 """An entry in a dictionary of ranks, about."""
 
