@@ -23,12 +23,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.whole import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.hf.model import unbound_steps
 from pyrl_ext.trainer.policy import Policy
 
@@ -161,7 +160,7 @@ def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, boo
     for file in (folder / "back").glob("*.safetensors"):
         back |= load_file(file)
     equal = saved.keys() == back.keys() and all(back[n].equal(t) for n, t in saved.items())
-    table = family(hf["model_type"]).weights(read_sizes(whole), 0)
+    table = read_sizes(whole).weights(0)
     cells = (
         f"`{hf['model_type']}`",
         name,

@@ -56,7 +56,7 @@ from torch import Tensor
 
 from benchmarks.measure import extra_bytes
 from benchmarks.run import device_name
-from pyrl_ext.models.weight import whole_of
+from pyrl_ext.models.shards import whole_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.buckets import buckets_of

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.megatron.te import te_fields
+from pyrl_ext.ops import squared
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.towers import Tower
 
+# by their names in HF configs
+ACTIVATIONS = {"silu": F.silu, "relu2": squared}
 
-def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
+
+def transformer_config(plan: Plan, topo: Topology) -> Any:
     """megatron's config from the family, the plan, and the needs of packed RL training."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    family_config = plan.sizes.megatron_config()
+    family_config["activation_func"] = ACTIVATIONS[family_config["activation_func"]]
     latent = family_config.get("multi_latent_attention", False)
     settings = dict(
         **family_config,
@@ -50,33 +54,6 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
         # the plan's rules refuse fields that the trainer sets
         **settings | te_fields(plan) | plan.model.megatron
     )
-
-
-@dataclass(frozen=True)
-class TowerKind:
-    """How a family's vision tower differs from others of its sizes.
-
-    Args:
-        patch: shape of a patch in the checkpoint: channels, frames if it says so, height, width.
-        positions: shape of the square table of position embeddings there.
-        epsilon: of all norms.
-        interpolation: of that table, with ``align_corners`` as `torch.nn.functional.interpolate`
-            takes it.
-        pairs: elements of a head that a patch's place turns together. "halves": i and i + half,
-            first by its row, then by its column; "neighbours": 2i and 2i + 1, by its column and its
-            row in turn.
-        rasters: patches come row by row; False: block by block of those that are merged.
-        final_norm: a norm follows the last layer.
-    """
-
-    patch: Callable[[Tower], tuple[int, ...]]
-    positions: Callable[[Tower], tuple[int, ...]]
-    epsilon: float
-    interpolation: Literal["bilinear", "bicubic"]
-    align_corners: bool
-    pairs: Literal["halves", "neighbours"]
-    rasters: bool = False
-    final_norm: bool = False
 
 
 def tower_config(plan: Plan, topo: Topology, tower: Tower, epsilon: float) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch.nn import Module
 
 from pyrl_ext.megatron.config import transformer_config
@@ -15,12 +12,8 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
 
-def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> list[Module]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), in the plan's dtype.
-
-    Args:
-        family_config: keyword arguments of the transformer config, from ``models/<family>.py``.
-    """
+def build_chunks(plan: Plan, topo: Topology) -> list[Module]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), in the plan's dtype."""
     from megatron.core.transformer.module import Float16Module
 
     from pyrl_ext.megatron.image_features import FeatureGPT
@@ -36,7 +29,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))
     chunks: list[Module] = []
     with quiet():
-        config = transformer_config(plan, topo, family_config)
+        config = transformer_config(plan, topo)
         for stage in stages:
             block = spec(config, stage, topo.pp_rank)
             put_kinds(block, sizes, plan.stages[topo.pp_rank][stage or 0].layers)

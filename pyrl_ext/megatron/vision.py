@@ -28,23 +28,25 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from pyrl_ext.megatron.config import TowerKind, tower_config
+from pyrl_ext.megatron.config import tower_config
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.parallel.topology import Place, Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.model.towers import Tower
+from pyrl_ext.plan.model.families.vision import VisionLanguage
+from pyrl_ext.plan.model.towers import Tower, TowerKind
 
 Grids = Sequence[tuple[int, int, int]]
 ROPE_THETA = 10000.0
 
 
-def build_tower(plan: Plan, topo: Topology, kind: TowerKind) -> list[MegatronModule]:
+def build_tower(plan: Plan, topo: Topology) -> list[MegatronModule]:
     """This rank's stage of the plan's vision tower, in the plan's dtype, as the one model chunk."""
-    tower = plan.sizes.vision
-    if tower is None:
+    sizes = plan.sizes
+    tower = sizes.vision
+    if tower is None or not isinstance(sizes, VisionLanguage):
         raise ValueError(f"build_tower: {plan.model.family} has no vision_config, expected one")
     rope = plan.hf["vision_config"].get("rope_parameters") or {}
     if (theta := rope.get("rope_theta", ROPE_THETA)) != ROPE_THETA:
@@ -53,8 +55,9 @@ def build_tower(plan: Plan, topo: Topology, kind: TowerKind) -> list[MegatronMod
             "that both families were published with"
         )
     with quiet():
+        kind = sizes.tower_kind
         config = tower_config(plan, topo, tower, kind.epsilon)
-        stage = VisionTower(config, tower, kind, topo, plan.sizes.hidden_size).to(topo.device)
+        stage = VisionTower(config, tower, kind, topo, sizes.hidden_size).to(topo.device)
         return [Float16Module(config, stage) if config.bf16 else stage]
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.megatron.checkpoint import write_whole
-from pyrl_ext.models.weight import Weight
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.parallel.hf_download import TOKENIZER_FILES
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.rollout.tensor_names import split_experts
 
 INDEX = "model.safetensors.index.json"

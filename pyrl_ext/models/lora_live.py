@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from pyrl_ext.megatron.lora import Adapter, Factor, adapt, start_gradients
 from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
-from pyrl_ext.models.weight import Weight, shard_of
+from pyrl_ext.models.shards import shard_of
 from pyrl_ext.models.weight_table import by_expert, named_global, tensor_split
 from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.schema.lora import Lora
 
 Note = Callable[[Weight, Tensor, Tensor, Tensor], None]
@@ -81,7 +82,7 @@ class Adapters:
             rows = [each for each in rows if each.expert in range(first, first + len(weight))]
         factors = {letter: self._rows_of(letter, row, rows) for letter in "AB"}
         a, b = (
-            (*([len(found)] if found[0].expert is not None else []), *found[0].part(size))
+            (*([len(found)] if found[0].expert is not None else []), *found[0].shard_shape(size))
             for found in factors.values()
         )
         scale = self.lora.scale_of(stacked)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyrl_ext.models.weight import Shard, Weight
 from pyrl_ext.models.weight_table import stream_of
+from pyrl_ext.plan.model.weight import Shard, Weight
 from pyrl_ext.plan.schema.lora import Lora
 
 _FIRST_EXPERT = re.compile(r"\.(local_)?experts\.0\.")

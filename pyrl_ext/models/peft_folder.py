@@ -25,11 +25,12 @@ from torch import Tensor
 
 from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.hf_folder import Stored, open_safetensors
-from pyrl_ext.models.weight import Sliceable, Weight
+from pyrl_ext.models.shards import Sliceable
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import ModelSizes
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.schema.lora import Lora
 
 CONFIG = "adapter_config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,54 +12,12 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.megatron.te import local_name
-from pyrl_ext.models.mamba_init import STARTS
-from pyrl_ext.models.weight import Sliceable, Weight, shard_of
+from pyrl_ext.models.shards import Sliceable, shard_of
 from pyrl_ext.parallel.topology import Topology
-from pyrl_ext.plan.model.sizes import ModelSizes
-
-# rows that several families use ------------------------------------------------------------------
-
-
-def language_model(sizes: ModelSizes, layers: Iterable[list[Weight]]) -> list[Weight]:
-    """Embedding, ``layers``, final norm, and the head unless it is tied to the embedding."""
-    hidden = sizes.hidden_size
-    size = (sizes.vocab_size, sizes.hidden_size)
-    table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight", *size)]
-    for layer in layers:
-        table += layer
-    table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight", hidden))
-    if sizes.tie_word_embeddings:
-        return table
-    return [*table, Weight.vocab("lm_head.weight", "output_layer.weight", *size)]
-
-
-def mlp(
-    layer: int, name: str, sizes: ModelSizes, width: int, expert: int | None = None
-) -> list[Weight]:
-    """The MLP of a layer or of one expert; up, and gate where there is one, has ``width`` rows."""
-    hidden = sizes.hidden_size
-    kinds = ("gate", "up", "down")[-sizes.mlp_matrices :]
-    hf = f"model.layers.{layer}.{name}."
-    mc = f"decoder.layers.{layer}.{name}."
-    mc = mc.replace(".experts.", ".experts.local_experts.")
-    *inner, down = (f"{hf}{kind}_proj.weight" for kind in kinds)
-    return [
-        Weight.inner(inner, mc + "linear_fc1.weight", width, hidden, expert=expert),
-        Weight.columns(down, mc + "linear_fc2.weight", hidden, width, expert=expert),
-    ]
-
-
-def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
-    """The router of layer ``layer`` and its experts."""
-    hf = f"model.layers.{layer}.mlp.gate.weight"
-    mc = f"decoder.layers.{layer}.mlp.router.weight"
-    table = [Weight.same(hf, mc, sizes.num_experts, sizes.hidden_size)]
-    for e in range(sizes.num_experts):
-        table += mlp(layer, f"mlp.experts.{e}", sizes, sizes.moe_intermediate_size, expert=e)
-    return table
-
+from pyrl_ext.plan.model.weight import Weight
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])")
+_LOG_STEPS = math.log(0.001), math.log(0.1)
 
 
 # a checkpoint <-> the live tensors of a rank -----------------------------------------------------
@@ -172,8 +131,8 @@ def tensor_split(weight: Weight, topo: Topology) -> tuple[int, int, Any]:
 
 class RandomWeights:
     """Initial weights from a seed, the same under every layout: each tensor has its own random
-    stream. Matrices are normal with standard deviation ``std``, norms one, biases zero, unless a
-    row says how its tensors start: "zeros", "ones", or as those of states do (`STARTS`).
+    stream. Matrices are normal with standard deviation ``std``, norms one, biases zero, unless
+    ``Weight.start`` gives another rule.
     """
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
@@ -183,14 +142,17 @@ class RandomWeights:
 
     def __call__(self, name: str) -> Tensor:
         row, shape = self.rows[name]
-        numbers = stream_of(name, self.seed)
-        if row.start in STARTS:
-            return STARTS[row.start](torch.empty(shape), numbers)
+        stream = stream_of(name, self.seed)
+        if row.start == "decays":
+            return torch.empty(shape).uniform_(0.01, 16, generator=stream).log_()
+        if row.start == "steps":  # time steps, uniform in their logarithm, before softplus
+            steps = torch.empty(shape).uniform_(*_LOG_STEPS, generator=stream).exp_()
+            return steps.expm1_().log_()
         if row.start == "ones" or (row.start is None and name.endswith("norm.weight")):
             return torch.ones(shape)
         if row.start == "zeros" or name.endswith("bias"):
             return torch.zeros(shape)
-        return torch.randn(shape, generator=numbers) * self.std
+        return torch.randn(shape, generator=stream) * self.std
 
 
 def stream_of(name: str, seed: int) -> torch.Generator:

@@ -17,7 +17,7 @@ from pyrl_ext.plan.language.kind import check_kind
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.schema.objective import presets, with_preset

@@ -19,10 +19,11 @@ from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
 from pyrl_ext.plan.model.families.blocks import Latent
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.latent_gather import Exchanged, exchanged_elements
 from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
-from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
+from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.schema import Config, Parallel
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from pyrl_ext.megatron.optimizer import name_of
-from pyrl_ext.models import family
 from pyrl_ext.ops import check_extension, serve_gpu_from
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.parallel import topology
@@ -96,7 +95,7 @@ def load_kernels(plan: Plan, topo: Topology) -> None:
         return
     from pyrl_ext.ops import prebuilt  # needs Triton
 
-    config = family(plan.model.family).config(plan.sizes)
+    config = plan.sizes.megatron_config()
     launches = prebuilt.use(plan, config, Path(folder))
     if topo.is_main:
         print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)

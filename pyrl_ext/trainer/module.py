@@ -24,7 +24,7 @@ from pyrl_ext.megatron.optimizer import (
     warmed_up,
 )
 from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
+from pyrl_ext.models import hf_folder, weight_table
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import PeftFolder
@@ -33,6 +33,7 @@ from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.phases import OFFLOADED, Offloadable
 from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
@@ -65,11 +66,7 @@ class Module:
         adapters: Adapters | None = None,
     ):
         self.adapters = adapters
-        self.name = name
-        self.plan = plan
-        self.topo = topo
-        self.chunks = chunks
-        self.family = family(plan.model.family)
+        self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
         self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
@@ -111,13 +108,8 @@ class Module:
             ep_rank=groups.ep.rank(),
             etp_rank=groups.expt_tp.rank(),
         )
-        kind = family(plan.model.family)
-        tower = None if name == "llm" else kind.tower
-        chunks: list[Any] = (
-            build_tower(plan, topo, tower.kind)
-            if tower
-            else build_chunks(plan, topo, kind.config(plan.sizes))
-        )
+        tower = name != "llm" and isinstance(plan.sizes, VisionLanguage)
+        chunks: list[Any] = build_tower(plan, topo) if tower else build_chunks(plan, topo)
         keys = plan.modules.get(name)
         shares = keys is not None and keys.ranks == "shared"
         if trainable and keys and not keys.train:
@@ -150,9 +142,10 @@ class Module:
         return module
 
     @property
-    def _tower(self) -> TowerFamily | None:
-        """The family's functions for this module; None: it is the language model."""
-        return None if self.name == "llm" else self.family.tower
+    def _tower(self) -> VisionLanguage | None:
+        """The family of the vision tower that this module is; None: it is the language model."""
+        sizes = self.plan.sizes
+        return sizes if self.name != "llm" and isinstance(sizes, VisionLanguage) else None
 
     def _check_stages(self) -> None:
         """Compare the live routers with the plan's table of stages."""
@@ -205,9 +198,9 @@ class Module:
         else:
             read = hf_folder.SafetensorsFolder(plan.weights_path, plan.sizes.hidden_size)
             if self._tower:
-                ignored = self._tower.ignored(plan.sizes)
+                ignored = self._tower.tower_ignored()
             else:
-                ignored = self.family.ignored(plan.sizes, self.mtp_layers)
+                ignored = plan.sizes.ignored(self.mtp_layers)
             read.check(self.table, ignored)
             size = sum(t.nbytes for t in live.values())
             shown = self.topo.is_main and plan.log.progress
@@ -222,9 +215,8 @@ class Module:
         read = RandomFactors(adapters.table, self.plan.seed)
         assert plan.lora is not None
         if plan.lora.weights is not None:
-            folder = plan.resolve(plan.lora.weights)
-            sizes = plan.sizes
-            ignored = self.family.ignored(sizes, self.mtp_layers)
+            folder, sizes = plan.resolve(plan.lora.weights), plan.sizes
+            ignored = sizes.ignored(self.mtp_layers)
             read = PeftFolder(folder, plan.lora, sizes, adapters.table, ignored)
             if read.one_a and self.topo.is_main:
                 print(

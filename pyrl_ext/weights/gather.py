@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.models.weight import Size, Weight, pieces_of
+from pyrl_ext.models.shards import pieces_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.on_gpu import on_gpu
@@ -31,6 +31,7 @@ from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream, Slot, alig
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.model.weight import Size, Weight
 
 # the part of a name whose tensors all lie on one pipeline stage
 _STAGE_KEY = re.compile(
@@ -181,9 +182,8 @@ def _sharded(
         owner = None
         split = sizes.tp
         if row.expert is not None:
-            owner = row.expert // (plan.sizes.num_experts // sizes.ep)
-            split = sizes.etp_size
-        shards = Shards(row, dtype, row.part(split), owner, ())
+            owner, split = row.expert // (plan.sizes.num_experts // sizes.ep), sizes.etp_size
+        shards = Shards(row, dtype, row.shard_shape(split), owner, ())
         group, first = ("tp", 0) if owner is None else ("tp_ep", owner * split)
         if ranks[group] == 1 or (row.shard == "same" and owner is None):
             group = "alone"

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.models import family
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import adapter_table, targeted
-from pyrl_ext.models.weight import Weight
 from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.rollout.remote.senders import senders_of
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
@@ -28,10 +28,9 @@ Buckets = Mapping[str, Sequence[ShardedBucket]]  # of each module
 
 def table_of(plan: Plan, module: str) -> list[Weight]:
     """Every checkpoint tensor of ``module``, with its place in the model."""
-    kind = family(plan.model.family)
-    if module == "llm" or kind.tower is None:
-        return kind.weights(plan.sizes, plan.num_mtp_layers)
-    return kind.tower.weights(plan.sizes)
+    if module != "llm" and isinstance(plan.sizes, VisionLanguage):
+        return plan.sizes.tower_weights()
+    return plan.sizes.weights(plan.num_mtp_layers)
 
 
 class Live(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.models.weight import Weight
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.plan.model.weight import Weight
 
 
 class MoveSeen:

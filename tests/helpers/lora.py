@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
-from pyrl_ext.models.weight import Weight
 from pyrl_ext.models.weight_table import load, stream_of
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 

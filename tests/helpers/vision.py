@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import family, weight, weight_table
+from pyrl_ext.models import shards, weight_table
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.rollout.tensor_names import split_experts
 from tests.helpers.models import MOONLIGHT, QWEN35
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
@@ -175,10 +176,9 @@ def rows_of(model: Any, pixels: Tensor, grids) -> Tensor:
 
 def whole_tower(plan: Plan, topo: Topology) -> Any:
     """The plan's tower in this process, with the weights that a run draws for it."""
-    kind = family(plan.model.family).tower
-    assert kind is not None
-    tower: Any = build_tower(plan, topo, kind.kind)[0]
-    tower.table = table = kind.weights(plan.sizes)
+    assert isinstance(plan.sizes, VisionLanguage)
+    tower: Any = build_tower(plan, topo)[0]
+    tower.table = table = plan.sizes.tower_weights()
     read = weight_table.RandomWeights(table, plan.sizes.initializer_range, plan.seed)
     weight_table.load(table, _live(tower), read, topo)
     return tower
@@ -189,7 +189,7 @@ def tower_tensors(tower: Any, value: Callable[[Any], Tensor]) -> dict[str, Tenso
     live = _live(tower)
     found = {}
     for row in tower.table:
-        whole = weight.whole_of(row, [value(live[row.megatron_name]).detach()])
+        whole = shards.whole_of(row, [value(live[row.megatron_name]).detach()])
         found |= {n: x.clone() for n, x in zip(row.hf_names, whole, strict=True)}
     return found
 

@@ -15,12 +15,11 @@ from benchmarks.whole import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import embedding_parameters, mtp_parameters, parameters
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
@@ -181,13 +180,11 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
 @pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
 def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
-    folder = SafetensorsFolder(tmp_path)
-    sizes = read_sizes(GLM | {"attention_bias": biased})
-    kind = family("glm4_moe")
+    folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
     with pytest.raises(
         ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
     ):
-        folder.check(kind.weights(sizes, 0), kind.ignored(sizes, 0))
+        folder.check(sizes.weights(0), sizes.ignored(0))
 
 
 STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35, "nemotron_h": NEMOTRON}

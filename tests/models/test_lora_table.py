@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import RandomFactors, adapter_rows, adapter_table
-from pyrl_ext.models.weight import Weight, shard_of, whole_of
+from pyrl_ext.models.shards import shard_of, whole_of
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.schema.lora import Lora
 from tests.helpers.tiny import QWEN3, tiny_plan
 
@@ -17,7 +17,7 @@ def lora(**changes) -> Lora:
 
 
 def table_of(plan) -> list[Weight]:
-    return family(plan.model.family).weights(plan.sizes, plan.num_mtp_layers)
+    return plan.sizes.weights(plan.num_mtp_layers)
 
 
 def rows_of(rows: list[Weight], *names: str) -> list[tuple]:
@@ -32,9 +32,9 @@ def test_adapter_rows_has_an_A_and_a_B_for_each_linear():
     a, b = adapter_rows(row, lora())
     assert a.megatron_name == "attention.linear_qkv.lora_A" and a.shard == "same"
     assert a.hf_names == tuple(f"l.self_attn.{name}_proj.lora_A.weight" for name in "qkv")
-    assert a.shapes == ((4, 32),) * 3 and a.part(2) == (12, 32)
+    assert a.shapes == ((4, 32),) * 3 and a.shard_shape(2) == (12, 32)
     assert b.megatron_name == "attention.linear_qkv.lora_B" and b.shard == "grouped"
-    assert b.shapes == ((32, 4), (16, 4), (16, 4)) and b.part(2) == (32, 4)
+    assert b.shapes == ((32, 4), (16, 4), (16, 4)) and b.shard_shape(2) == (32, 4)
     down = Weight.columns("l.down_proj.weight", "fc2.weight", 32, 64, expert=5)
     a, b = adapter_rows(down, lora(expert_rank=2))
     assert (a.shard, a.shapes, a.expert) == ("columns", ((2, 64),), 5)
@@ -90,7 +90,7 @@ def test_shard_of_factors_goes_back_to_whole_factors(config, targets, size):
     for row in adapter_table(table_of(plan), lora(targets=targets)):
         tensors = [torch.randn(shape) for shape in row.shapes]
         shards = [shard_of(row, tensors, size, rank) for rank in range(size)]
-        assert all(shard.shape == row.part(size) for shard in shards)
+        assert all(shard.shape == row.shard_shape(size) for shard in shards)
         for got, want in zip(whole_of(row, shards), tensors, strict=True):
             assert torch.equal(got, want), row
 

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder
-from pyrl_ext.models.weight import shard_of, whole_of
+from pyrl_ext.models.shards import shard_of, whole_of
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
@@ -31,21 +30,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path):
     write_model(tmp_path, NEMOTRON)
     sizes = read_sizes(NEMOTRON)
-    kind = family("nemotron_h")
-    table = kind.weights(sizes, 0)
+    table = sizes.weights(0)
     folder = SafetensorsFolder(tmp_path)
-    folder.check(table, kind.ignored(sizes, 0))
+    folder.check(table, sizes.ignored(0))
     for row in table:
         tensors = [folder(name)[:] for name in row.hf_names]
         assert tuple(tuple(tensor.shape) for tensor in tensors) == row.shapes
         for size in (1, 2):
             shards = [shard_of(row, tensors, size, rank) for rank in range(size)]
-            assert all(shard.shape == row.part(size) for shard in shards), row
+            assert all(shard.shape == row.shard_shape(size) for shard in shards), row
             assert all(map(torch.equal, whole_of(row, shards), tensors)), row
 
 
 def test_RandomWeights_starts_states_as_transformers_does():
-    table = family("nemotron_h").weights(read_sizes(NEMOTRON), 0)
+    table = read_sizes(NEMOTRON).weights(0)
     draw = RandomWeights(table, 0.02, seed=1)
     states = "backbone.layers.0.mixer."
     for name in ("D", "norm.weight"):

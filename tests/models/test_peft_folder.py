@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.models.peft_folder import CONFIG, TENSORS, Form, PeftFolder, write_adapter
 from tests.helpers.tiny import CONFIG as GLM
@@ -20,7 +19,7 @@ PAIR = f"{EXPERTS}.base_layer"
 
 
 def table_of(plan):
-    return adapter_table(family(plan.model.family).weights(plan.sizes, 0), plan.lora)
+    return adapter_table(plan.sizes.weights(0), plan.lora)
 
 
 def random_factors(plan):

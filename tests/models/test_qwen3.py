@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.models.weight import Weight, shard_of, whole_of
+from pyrl_ext.models.shards import shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
@@ -79,7 +80,7 @@ def test_shard_of_interleaves_query_groups(size):
         torch.arange(heads * 3)[:, None] + base for heads, base in ((8, 0), (4, 100), (4, 200))
     )
     shards = [shard_of(weight, [q, k, v], size, rank) for rank in range(size)]
-    assert all(shard.shape == weight.part(size) for shard in shards)
+    assert all(shard.shape == weight.shard_shape(size) for shard in shards)
     first = [*range(6), 100, 101, 102, 200, 201, 202]
     assert torch.cat(shards)[:12, 0].tolist() == first
     back = whole_of(weight, shards)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder
-from pyrl_ext.models.weight import Weight, shard_of, whole_of
+from pyrl_ext.models.shards import shard_of, whole_of
 from pyrl_ext.models.weight_table import RandomWeights
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
+from pyrl_ext.plan.model.weight import Weight
 from tests.helpers.models import QWEN35, QWEN_NEXT, check_layouts, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -26,7 +26,7 @@ def test_shard_of_puts_section_after_section(size):
     shards = [shard_of(weight, tensors, size, rank) for rank in range(size)]
     rows = {1: [[0, 1, 3, 4, 2, 5, 6, 7]], 2: [[0, 1, 2, 6], [3, 4, 5, 7]]}[size]
     assert [shard[:, 0].tolist() for shard in shards] == rows
-    assert all(shard.shape == weight.part(size) for shard in shards)
+    assert all(shard.shape == weight.shard_shape(size) for shard in shards)
     assert all(map(torch.equal, whole_of(weight, shards), tensors))
 
 
@@ -45,21 +45,20 @@ def test_shard_of_puts_gates_behind_the_queries_of_their_group(size):
 def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path, hf):
     write_model(tmp_path, hf)
     sizes = read_sizes(hf)
-    kind = family(hf["model_type"])
-    table = kind.weights(sizes, 0)
+    table = sizes.weights(0)
     folder = SafetensorsFolder(tmp_path)
-    folder.check(table, kind.ignored(sizes, 0))
+    folder.check(table, sizes.ignored(0))
     for row in table:
         tensors = [folder(name)[:] for name in row.hf_names]
         assert tuple(tuple(tensor.shape) for tensor in tensors) == row.shapes
         for size in (1, 2, 4):
             shards = [shard_of(row, tensors, size, rank) for rank in range(size)]
-            assert all(shard.shape == row.part(size) for shard in shards), row
+            assert all(shard.shape == row.shard_shape(size) for shard in shards), row
             assert all(map(torch.equal, whole_of(row, shards), tensors)), row
 
 
 def test_RandomWeights_starts_states_as_transformers_does():
-    table = family("qwen3_next").weights(read_sizes(QWEN_NEXT), 0)
+    table = read_sizes(QWEN_NEXT).weights(0)
     draw = RandomWeights(table, 0.02, seed=1)
     states = "model.layers.0.linear_attn."
     assert torch.equal(draw(f"{states}dt_bias"), torch.ones(8))

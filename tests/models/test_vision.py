@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from benchmarks.whole import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import family, weight, weight_table
+from pyrl_ext.models import shards, weight_table
 from pyrl_ext.models.hf_folder import SafetensorsFolder, write_hf
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.encoder_work import meeting
@@ -25,7 +25,8 @@ from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import Lengths
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.families.vision import VisionLanguage
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import vision
 from tests.helpers.models import SHIPPED, plan_of
@@ -102,14 +103,13 @@ def exact_logits(theirs: Any, hf: dict[str, Any], batch: Batch, images: Images) 
 
 def tower_of(plan: Any, topo: Any) -> tuple[Any, list, dict]:
     """This rank's stage with the plan's weights, its table, and its tensors by name."""
-    kind = family(plan.model.family).tower
-    assert kind is not None
-    (tower,) = build_tower(plan, topo, kind.kind)
-    table = kind.weights(plan.sizes)
+    assert isinstance(plan.sizes, VisionLanguage)
+    (tower,) = build_tower(plan, topo)
+    table = plan.sizes.tower_weights()
     live = weight_table.named_parameters_global([tower], 0, 1)
     weight_table.check_claims(table, live)
     folder = SafetensorsFolder(plan.weights_path, plan.sizes.hidden_size)
-    folder.check(table, kind.ignored(plan.sizes))
+    folder.check(table, plan.sizes.tower_ignored())
     weight_table.load(table, live, folder, topo)
     return tower, table, live
 
@@ -145,9 +145,8 @@ def packed_of(batch, images, topo, sizes) -> tuple[Any, Any]:
 def count_of(hf: dict[str, Any]) -> int:
     """Parameters of the language model and of the tower."""
     sizes = read_sizes(hf)
-    tower = family(hf["model_type"]).tower
-    assert tower is not None
-    shapes = (shape for row in tower.weights(sizes) for shape in row.shapes)
+    assert isinstance(sizes, VisionLanguage)
+    shapes = (shape for row in sizes.tower_weights() for shape in row.shapes)
     return parameters(sizes).total + sum(map(math.prod, shapes))
 
 
@@ -202,7 +201,7 @@ def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
             for row in table
             for name, whole in zip(
                 row.hf_names,
-                weight.whole_of(row, [live[row.megatron_name].detach()]),
+                shards.whole_of(row, [live[row.megatron_name].detach()]),
                 strict=True,
             )
         }
@@ -220,10 +219,8 @@ def test_build_tower_refuses_another_base_of_its_angles(tmp_path):
     hf = QWEN_VL | {"vision_config": QWEN_VL["vision_config"] | {"rope_parameters": rope}}
     write_model(tmp_path, hf)
     plan = plan_of(tmp_path, "replay=off")
-    kind = family(plan.model.family).tower
-    assert kind is not None
     with pytest.raises(ValueError, match=r"rope_theta 50000\.0, expected 10000\.0"):
-        build_tower(plan, one_rank(plan), kind.kind)
+        build_tower(plan, one_rank(plan))
 
 
 def check_gradients(theirs, hf, table, live, atol):
@@ -231,7 +228,7 @@ def check_gradients(theirs, hf, table, live, atol):
     exact = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     published = (vision.kimi if hf is KIMI_VL else vision.qwen)(exact)
     for row in table:
-        grads = weight.whole_of(row, [live[row.megatron_name].grad])
+        grads = shards.whole_of(row, [live[row.megatron_name].grad])
         for name, grad in zip(row.hf_names, grads, strict=True):
             scale = published[name].abs().max().item()
             torch.testing.assert_close(
@@ -351,12 +348,11 @@ def test_towers_and_features_of_every_layout_equal_one_process(tmp_path):
         close(sum(part for _, part, *_ in found), gradient)
         for got, want in zip(found[-1][2], rows, strict=True):
             close(got, want)
-        kind = family(MODELS[model]["model_type"]).tower
         sizes = read_sizes(MODELS[model])
-        assert kind is not None
-        for row in kind.weights(sizes):
+        assert isinstance(sizes, VisionLanguage)
+        for row in sizes.tower_weights():
             grads = [part[3][row.megatron_name] for part in found if row.megatron_name in part[3]]
             parts = grads if layout == "parallel.tp=2" else grads[:1]
-            want = weight.whole_of(row, [exact[row.megatron_name]])
-            for got, each in zip(weight.whole_of(row, parts), want, strict=True):
+            want = shards.whole_of(row, [exact[row.megatron_name]])
+            for got, each in zip(shards.whole_of(row, parts), want, strict=True):
                 close(got, each, msg=f"{name}: {row.megatron_name}")

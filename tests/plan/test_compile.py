@@ -21,7 +21,7 @@ from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.yaml_tree import read
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.terminal import facts

@@ -20,8 +20,8 @@ from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.model.chunks import plan_stages
 from pyrl_ext.plan.model.counts import layer_parameters, parameters
 from pyrl_ext.plan.model.families.nemotron_h import KINDS
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.layer_kinds import LETTERS, hybrid_pattern, mamba
-from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.schema import Parallel
 
 CONFIGS = Path(__file__).parents[2] / "configs"

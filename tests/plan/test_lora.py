@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
@@ -18,8 +17,8 @@ from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time, update_flops
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.lora import factors
-from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.schema.lora import Lora
 from tests.helpers.configs import REPOSITORY, problems_of
 
@@ -88,7 +87,7 @@ def test_factors_are_those_of_the_weight_table(config: str):
     hf = hf_of(config)
     sizes = read_sizes(hf)
     mtp = sizes.num_nextn_predict_layers
-    base = family(hf["model_type"]).weights(sizes, mtp)
+    base = sizes.weights(mtp)
     lists = ("all", ["q_proj", "kv_b_proj", "down_proj"], ["gate", "up_proj", "v_proj"])
     for targets, experts in product(lists, ("per_expert", "shared_outer", "none")):
         lora = Lora.model_validate(
@@ -123,9 +122,9 @@ def test_trained_parameters_of_a_rank_are_the_parts_of_the_weight_table(
     split = [f"parallel.tp={tp}", f"parallel.etp={etp}", f"parallel.ep={ep}", "parallel.dp=4"]
     plan = compile_plan(TINY, [*ON, *split, f"lora.experts={experts}"])
     assert plan.lora is not None
-    table = adapter_table(family(plan.model.family).weights(plan.sizes, 0), plan.lora)
-    dense = sum(math.prod(row.part(tp)) for row in table if row.expert is None)
-    expert = sum(math.prod(row.part(etp)) for row in table if row.expert is not None)
+    table = adapter_table(plan.sizes.weights(0), plan.lora)
+    dense = sum(math.prod(row.shard_shape(tp)) for row in table if row.expert is None)
+    expert = sum(math.prod(row.shard_shape(etp)) for row in table if row.expert is not None)
     found = rank_parameters(plan, trained_of_stage(plan, 0))
     assert found == (dense, expert // ep)
 

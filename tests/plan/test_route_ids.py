@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.route_ids import route_id_bytes, route_id_dtype
 from pyrl_ext.samples import route_dtype
@@ -50,7 +49,7 @@ def test_prebuilt_kernels_take_the_type_that_engines_return(
         len(plan.router_layers) * plan.sizes.topk * route_dtype(experts).itemsize
     )
     launches = pytest.importorskip("pyrl_ext.ops.prebuilt").launches
-    config = family(plan.model.family).config(plan.sizes)
+    config = plan.sizes.megatron_config()
     gathers = [each for each, _ in launches(plan, config) if each.startswith("gather_routes")]
     assert gathers and all(each.split()[1] == name for each in gathers)
 

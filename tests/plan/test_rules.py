@@ -22,13 +22,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from pyrl_ext.megatron.config import _common, transformer_config
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
-from pyrl_ext.models import family
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import engine_arguments, field_names, megatron_fields
 from pyrl_ext.schedule.alignment import alignment
@@ -85,8 +84,7 @@ def test_megatron_fields_and_engine_keys_name_keys_of_the_plan():
 
 def megatron_config(config: Path, *overrides: str) -> Any:
     plan = compile_plan(config, overrides)
-    theirs = family(plan.model.family).config(plan.sizes)
-    return transformer_config(plan, one_rank(plan), theirs)
+    return transformer_config(plan, one_rank(plan))
 
 
 def test_transformer_config_takes_passed_on_fields_and_keeps_the_rest():
@@ -107,7 +105,7 @@ def test_megatron_fields_refuse_what_the_trainer_sets():
     for config in sorted(REPOSITORY.glob("configs/*/config.json")):
         hf = json.loads(config.read_text(encoding="utf-8"))
         if read_sizes(hf).state_mixer is None:  # the trainer builds no such layers yet
-            given |= set(family(hf["model_type"]).config(read_sizes(hf)))
+            given |= set(read_sizes(hf).megatron_config())
     assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
     assert given <= field_names()
     free = {"moe_router_dtype", "batch_p2p_sync", "bias_dropout_fusion"}

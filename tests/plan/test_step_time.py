@@ -25,7 +25,7 @@ from pyrl_ext.plan.forecast.workload import (
     update_rounds,
 )
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.phases import STEP_PHASES
 from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
 from pyrl_ext.ops.gather_fields.triton import gather_fields
 from pyrl_ext.ops.rms_norm.native import rows_of
@@ -38,7 +37,7 @@ LAYOUT = ["hardware.gpu=H200", "parallel.cp=2", "parallel.dp=4"]
 
 
 def config_of(plan: Plan) -> dict[str, Any]:
-    return family(plan.model.family).config(plan.sizes)
+    return plan.sizes.megatron_config()
 
 
 def use(plan: Plan, folder: Path) -> int:
@@ -61,13 +60,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAUNCH = """
 import sys
 from pathlib import Path
-from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.tools.prebuild import kernels as tool
 
 plan = compile_plan(sys.argv[1], sys.argv[3:])
-config = family(plan.model.family).config(plan.sizes)
+config = plan.sizes.megatron_config()
 with tool._cache(Path(sys.argv[2])), tool._driver(tool.Offline(90)), tool.compiled() as found:
     for _, launch in prebuilt.launches(plan, config):
         for rows in (1, 2, 15, 16, 4097, 65552):

@@ -14,9 +14,9 @@ import torch
 from benchmarks.whole import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import spec_local
-from pyrl_ext.models import glm4_moe_lite
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
+from pyrl_ext.plan.model.families.deepseek_v3 import Glm4MoeLite
 from pyrl_ext.replay import router_hook
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
@@ -202,17 +202,14 @@ def unmended_projections(folder):
         parts.linear_q_down_proj, parts.linear_kv_down_proj = theirs
         layer.submodules.self_attention.module = MLASelfAttention
 
-    def split_rows(shape, mtp_layers):
-        return [
-            replace(row, shard="rows") if "_down_proj" in row.megatron_name else row
-            for row in mended(shape, mtp_layers)
-        ]
+    def split_rows(sizes, row):
+        row = renamed(sizes, row)
+        return replace(row, shard="rows") if "_down_proj" in row.megatron_name else row
 
-    mended = glm4_moe_lite.FAMILY.weights
-    family = replace(glm4_moe_lite.FAMILY, weights=split_rows)
+    renamed = Glm4MoeLite.renamed
     with (
         patch.object(spec_local, "_fit", as_megatron_has_it),
-        patch.object(glm4_moe_lite, "FAMILY", family),
+        patch.object(Glm4MoeLite, "renamed", split_rows),
     ):
         return worst(folder, ("parallel.tp=2",))["grad"]
 

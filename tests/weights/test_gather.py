@@ -16,7 +16,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -24,7 +23,7 @@ from pyrl_ext.parallel import heartbeat, topology
 from pyrl_ext.parallel.buckets import ALIGNMENT
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.model.counts import mtp_parameters, parameters
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
@@ -79,7 +78,7 @@ def test_weight_table_has_the_names_and_shapes_of_transformers(hf):
     with torch.device("meta"):
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
         views = Destinations(AutoModelForCausalLM.from_config(config)).parts
-    table = family(hf["model_type"]).weights(read_sizes(hf), 0)
+    table = read_sizes(hf).weights(0)
     ours = {
         name: size for row in table for name, size in zip(row.hf_names, row.shapes, strict=True)
     }
@@ -89,12 +88,9 @@ def test_weight_table_has_the_names_and_shapes_of_transformers(hf):
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
 def test_weight_table_adds_up_to_the_sizes_of_the_plan(hf):
     sizes = read_sizes(hf)
-    weights = family(hf["model_type"]).weights
 
     def count(mtp_layers):
-        rows = [
-            r for r in weights(sizes, mtp_layers) if not r.megatron_name.endswith("expert_bias")
-        ]
+        rows = [r for r in sizes.weights(mtp_layers) if not r.megatron_name.endswith("expert_bias")]
         return bytes_of(rows) // 4
 
     assert count(0) == parameters(sizes).total
@@ -117,7 +113,7 @@ PLANNED = (
 @cache
 def planned(overrides):
     plan = tiny_plan("replay=off", *overrides.split(","))
-    return plan, family(plan.model.family).weights(plan.sizes, 0)
+    return plan, plan.sizes.weights(0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,10 +1,10 @@
-"""The sizes that an HF config states, and the parameters that follow from them."""
+"""A model family: the sizes that an HF config states, megatron's config, and the weight table."""
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -15,6 +15,7 @@ from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.layer_kinds import DENSE, SPARSE, LayerKind, StateMixer
 from pyrl_ext.plan.model.route_ids import route_id_bytes
 from pyrl_ext.plan.model.towers import Tower
+from pyrl_ext.plan.model.weight import Weight, mlp_rows
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Yarn:
 
 
 class ModelSizes(BaseModel, ABC):
-    """The sizes that all families state; ``plan/families/<family>.py`` adds what one of them does.
+    """A model of any family; ``plan/model/families/`` has a subclass for each.
 
     Fields keep their HF names where the families agree on one; `key` gives the name a config uses.
-    What a checkpoint may leave out has transformers' default.
+    A key that a checkpoint may leave out has transformers' default.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -85,6 +86,8 @@ class ModelSizes(BaseModel, ABC):
     """True if a number of each token scales the output of the shared expert."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
     """Rotary embeddings that the trainer builds."""
+    hf_parts: ClassVar[Mapping[str, str]] = {}
+    """Part of a checkpoint name of most families -> this family's, replaced in turn."""
 
     @classmethod
     def key(cls, field: str) -> str:
@@ -194,6 +197,139 @@ class ModelSizes(BaseModel, ABC):
         """Facts about the family that may surprise a reader."""
         return []
 
+    # megatron's config and the weight table ------------------------------------------------------
+
+    def megatron_config(self) -> dict[str, Any]:
+        """Arguments of megatron's TransformerConfig, or of its MLATransformerConfig if they contain
+        ``multi_latent_attention``. The activation is named as in HF configs."""
+        config = {
+            "num_layers": self.num_hidden_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.intermediate_size,
+            "layernorm_epsilon": self.rms_norm_eps,
+            "activation_func": self.built_act,
+            "gated_linear_unit": self.mlp_matrices == 3,
+        }
+        if not self.router_layers:
+            return config
+        sparse = [int(i in self.router_layers) for i in range(self.num_hidden_layers)]
+        return config | {
+            "num_moe_experts": self.num_experts,
+            "moe_layer_freq": sparse,
+            "moe_router_topk": self.topk,
+            "moe_ffn_hidden_size": self.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": self.shared_expert_width or None,
+            "moe_shared_expert_gate": self.has_shared_expert_gate,
+        }
+
+    def weights(self, mtp_layers: int) -> list[Weight]:
+        """The weight table: one row for each parameter, in the order of publishing."""
+        vocab = self.vocab_size, self.hidden_size
+        embedding = "embedding.word_embeddings.weight"
+        final_norm = "decoder.final_layernorm.weight"
+        rows = [Weight.vocab("model.embed_tokens.weight", embedding, *vocab)]
+        for layer in range(self.num_hidden_layers + mtp_layers):
+            rows += self._layer_rows(layer)
+        rows.append(Weight.same("model.norm.weight", final_norm, self.hidden_size))
+        if not self.tie_word_embeddings:
+            rows.append(Weight.vocab("lm_head.weight", "output_layer.weight", *vocab))
+        for depth in range(mtp_layers):
+            rows += self._mtp_rows(depth)
+        return [self.renamed(row) for row in rows]
+
+    def renamed(self, row: Weight) -> Weight:
+        """A row of the table with this family's checkpoint names."""
+        return replace(row, hf_names=tuple(map(self.hf_name, row.hf_names)))
+
+    def hf_name(self, name: str) -> str:
+        """The checkpoint name of a tensor that most families call ``name``."""
+        for common, special in self.hf_parts.items():
+            name = name.replace(common, special)
+        return name
+
+    def ignored(self, mtp_layers: int) -> dict[str, str]:
+        """Patterns of checkpoint tensors that are not loaded, each with the reason: MTP layers that
+        the plan leaves out, copies, and values computed from the config."""
+        first = self.num_hidden_layers
+        pattern = ".*"
+        reason = "MTP layer; the plan says model.mtp: off"
+        if mtp_layers:
+            pattern = r"(embed_tokens|shared_head\.head)\.weight"
+            reason = "a copy of the model's own"
+        layers = range(first, first + self.num_nextn_predict_layers)
+        patterns = {rf"model\.layers\.{i}\.{pattern}": reason for i in layers}
+        if self.tie_word_embeddings:
+            patterns[r"lm_head\.weight"] = "a copy of the embedding"
+        return patterns | {r".*\.rotary_emb\.inv_freq": "computed from the config"}
+
+    def _layer_rows(self, layer: int) -> list[Weight]:
+        mtp = layer >= self.num_hidden_layers
+        kind = self.mtp_kind if mtp else self.layer_kinds[layer]
+        hf = f"model.layers.{layer}."
+        mc = f"decoder.layers.{layer}."
+        rows: list[Weight] = []
+        if kind.mixer is not None:
+            norm = "input_layernorm.weight"
+            rows.append(Weight.same(hf + norm, mc + norm, self.hidden_size))
+            rows += self.state_rows(layer) if kind.has_state else self.attention_rows(layer)
+        if kind.feed_forward is None:
+            return rows
+        between = hf + "post_attention_layernorm.weight"
+        rows.append(Weight.same(between, mc + "pre_mlp_layernorm.weight", self.hidden_size))
+        if kind.feed_forward == "moe":
+            return rows + self._expert_rows(layer)
+        return rows + self._mlp_rows(layer, "mlp", self.intermediate_size)
+
+    @abstractmethod
+    def attention_rows(self, layer: int) -> list[Weight]:
+        """Rows of a layer's attention."""
+
+    def state_rows(self, layer: int) -> list[Weight]:
+        """Rows of a layer's mixer that carries a state."""
+        raise NotImplementedError(f"{type(self).__name__}.state_rows: layer {layer} has no state")
+
+    def _mlp_rows(
+        self, layer: int, name: str, width: int, expert: int | None = None
+    ) -> list[Weight]:
+        return mlp_rows(layer, name, self.hidden_size, width, self.mlp_matrices == 3, expert)
+
+    def _expert_rows(self, layer: int) -> list[Weight]:
+        """Rows of routed experts, their router, and the shared expert."""
+        hf = f"model.layers.{layer}.mlp."
+        mc = f"decoder.layers.{layer}.mlp."
+        router = mc + "router.weight"
+        rows = [Weight.same(hf + "gate.weight", router, self.num_experts, self.hidden_size)]
+        if self.has_router_bias:
+            # next to the router's weight: engines need both before they can use either
+            bias = hf + "gate.e_score_correction_bias"
+            rows.append(
+                Weight.same(bias, mc + "router.expert_bias", self.num_experts, float32=True)
+            )
+        for expert in range(self.num_experts):
+            rows += self._mlp_rows(
+                layer, f"mlp.experts.{expert}", self.moe_intermediate_size, expert
+            )
+        if not self.shared_expert_width:
+            return rows
+        rows += self._mlp_rows(layer, "mlp.shared_experts", self.shared_expert_width)
+        if self.has_shared_expert_gate:
+            gate = mc + "shared_experts.gate_weight"
+            rows.append(Weight.same(hf + "shared_expert_gate.weight", gate, 1, self.hidden_size))
+        return rows
+
+    def _mtp_rows(self, depth: int) -> list[Weight]:
+        """Rows of an MTP layer other than those of its decoder layer."""
+        hf = f"model.layers.{self.num_hidden_layers + depth}."
+        mc = f"mtp.layers.{depth}."
+        hidden = self.hidden_size
+        return [
+            Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
+            Weight.same(hf + "hnorm.weight", mc + "hnorm.weight", hidden),
+            Weight.rows(hf + "eh_proj.weight", mc + "eh_proj.weight", hidden, 2 * hidden),
+            Weight.same(hf + "shared_head.norm.weight", mc + "final_layernorm.weight", hidden),
+        ]
+
 
 class Sparse(ModelSizes):
     """A model some of whose layers have routed experts."""
@@ -201,9 +337,3 @@ class Sparse(ModelSizes):
     num_experts: Positive = Field()
     topk: Positive = Field(alias="num_experts_per_tok")
     moe_intermediate_size: Positive = Field()
-
-
-def read_sizes(hf: dict[str, Any]) -> ModelSizes:
-    """The sizes in an HF config, or in its ``text_config``. Raises pydantic's `ValidationError`."""
-    family = importlib.import_module(f"pyrl_ext.plan.model.families.{hf['model_type']}")
-    return family.SIZES.model_validate(hf.get("text_config", {}) | hf)

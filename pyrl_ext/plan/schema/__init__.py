@@ -45,7 +45,7 @@ class Model(Section):
         "kimi_k25", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
         "nemotron_h",
     ]  # fmt: skip
-    """architecture, HF's model_type; a file of models/"""
+    """architecture, HF's model_type; a class in plan/model/families/"""
     config: File
     """HF config.json, relative to this YAML file"""
     tokenizer: Folder | None = None

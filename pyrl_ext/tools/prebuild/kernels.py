@@ -21,7 +21,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from pyrl_ext.models import family
 from pyrl_ext.ops.prebuilt import MANIFEST, facts, launches
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.hardware import gpu_of
@@ -66,8 +65,7 @@ def build(plan: Plan, folder: Path, say: Callable[[str], object] = print) -> Non
 
     Raises: ValueError when the plan names no GPU.
     """
-    target = _target(plan)
-    config = family(plan.model.family).config(plan.sizes)
+    target, config = _target(plan), plan.sizes.megatron_config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # until all are there
     with offline(folder, target) as found:

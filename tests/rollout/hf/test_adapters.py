@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
-from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -49,7 +48,7 @@ def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
 def test_adapters_have_the_names_and_shapes_of_the_trainers_table(hf: dict[str, Any]):
     sizes = read_sizes(hf)
-    weights = family(hf["model_type"]).weights(sizes, 0)
+    weights = sizes.weights(0)
     for experts in KINDS:
         lora = Lora.model_validate({"rank": 4, "expert_rank": 2, "alpha": 6, "experts": experts})
         rows = adapter_table(weights, lora)

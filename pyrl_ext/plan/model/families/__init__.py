@@ -1,1 +1,1 @@
-"""Sizes of the model families, one a file, named after HF's ``model_type``: each has ``SIZES``."""
+"""Model families: sizes, megatron's config and the weight table in one class each."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.sizes import ModelSizes, Sparse, Yarn
+from pyrl_ext.plan.model.weight import Weight
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
 MLA_NORM_EPS = 1e-6
@@ -49,6 +50,36 @@ class GroupedQuery(ModelSizes):
                 "expected a divisor; as many query heads share each"
             )
         return found
+
+    def megatron_config(self) -> dict[str, Any]:
+        return super().megatron_config() | {
+            "num_query_groups": self.num_key_value_heads,
+            "kv_channels": self.head_width,
+            "qk_layernorm": self.has_qk_norm,
+            "add_qkv_bias": self.attention_bias,
+            "attention_output_gate": self.has_output_gate,
+        }
+
+    def attention_rows(self, layer: int) -> list[Weight]:
+        hf = f"model.layers.{layer}.self_attn."
+        mc = f"decoder.layers.{layer}.self_attention."
+        heads = (self.num_attention_heads, self.num_key_value_heads)
+        hidden = self.hidden_size
+        width = self.head_width
+        gates = self.has_output_gate
+        shapes: dict[str, tuple[int, ...]] = {"weight": (width, hidden)}
+        if self.attention_bias:
+            shapes["bias"] = (width,)
+        rows: list[Weight] = []
+        for kind, head in shapes.items():
+            q, k, v = (f"{hf}{name}_proj.{kind}" for name in "qkv")
+            rows.append(
+                Weight.grouped(q, k, v, f"{mc}linear_qkv.{kind}", heads, *head, gates=gates)
+            )
+        if self.has_qk_norm:
+            rows.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight", width))
+            rows.append(Weight.same(hf + "k_norm.weight", mc + "k_layernorm.weight", width))
+        return [*rows, _output(layer, hidden, heads[0] * width)]
 
 
 class PartlyRotated(GroupedQuery):
@@ -129,6 +160,59 @@ class Latent(ModelSizes):
         )
         return [eps] if self.rms_norm_eps != MLA_NORM_EPS else []
 
+    def megatron_config(self) -> dict[str, Any]:
+        config = super().megatron_config() | {
+            "multi_latent_attention": True,
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_head_dim": self.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "qk_layernorm": True,
+            "rope_type": "yarn" if self.yarn else "rope",
+        }
+        if self.yarn is None:
+            return config
+        # these scale the attention logits; PackedRotary scales the wavelengths
+        return config | {
+            "rotary_scaling_factor": self.yarn.factor,
+            "mscale_all_dim": self.yarn.mscale_all_dim,
+        }
+
+    def attention_rows(self, layer: int) -> list[Weight]:
+        hf = f"model.layers.{layer}.self_attn."
+        mc = f"decoder.layers.{layer}.self_attention."
+        hidden = self.hidden_size
+        heads = self.num_attention_heads
+        narrow = self.kv_lora_rank
+        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        keys_values = heads * (self.qk_nope_head_dim + self.v_head_dim)
+        kv_a = hf + "kv_a_proj_with_mqa.weight"
+        kv_down = mc + "linear_kv_down_proj.weight"
+        kv_up = mc + "linear_kv_up_proj.weight"
+        rows = [
+            Weight.same(kv_a, kv_down, narrow + self.qk_rope_head_dim, hidden),
+            Weight.same(hf + "kv_a_layernorm.weight", mc + "kv_layernorm.weight", narrow),
+            Weight.rows(hf + "kv_b_proj.weight", kv_up, keys_values, narrow),
+            _output(layer, hidden, heads * self.v_head_dim),
+        ]
+        rank = self.q_lora_rank
+        if rank is None:
+            q = hf + "q_proj.weight"
+            return [*rows, Weight.rows(q, mc + "linear_q_proj.weight", queries, hidden)]
+        return [
+            *rows,
+            Weight.same(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", rank, hidden),
+            Weight.same(hf + "q_a_layernorm.weight", mc + "q_layernorm.weight", rank),
+            Weight.rows(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", queries, rank),
+        ]
+
+
+def _output(layer: int, hidden: int, width: int) -> Weight:
+    hf = f"model.layers.{layer}.self_attn.o_proj.weight"
+    mc = f"decoder.layers.{layer}.self_attention.linear_proj.weight"
+    return Weight.columns(hf, mc, hidden, width)
+
 
 def _sharpness(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -193,3 +277,18 @@ class SigmoidRouted(Sparse):
                 "compared by as many experts as they may give, by two only where that is two"
             )
         return found
+
+    def megatron_config(self) -> dict[str, Any]:
+        config = super().megatron_config()
+        if not self.router_layers:
+            return config
+        if self.is_group_limited:
+            config |= {
+                "moe_router_num_groups": self.n_group,
+                "moe_router_group_topk": self.topk_group,
+            }
+        return config | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": self.routed_scaling_factor,
+        }

@@ -7,7 +7,7 @@ from pyrl_ext.plan.model.families.blocks import PartlyRotated, Share, SigmoidRou
 
 
 class Glm4Moe(SigmoidRouted, PartlyRotated):
-    """HF ``Glm4MoeConfig``."""
+    """HF ``Glm4Moe``."""
 
     use_qk_norm: bool = False
     partial_rotary_factor: Share = 0.5
@@ -17,6 +17,3 @@ class Glm4Moe(SigmoidRouted, PartlyRotated):
     @property
     def has_qk_norm(self) -> bool:
         return self.use_qk_norm
-
-
-SIZES = Glm4Moe

@@ -3,14 +3,16 @@ an MLP without a gate, or sigmoid-routed experts beside a shared one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field, model_validator
 
 from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, SigmoidRouted
 from pyrl_ext.plan.model.layer_kinds import LETTERS, LayerKind, StateMixer, mamba
+from pyrl_ext.plan.model.weight import Weight
 
 # The letters of `hybrid_override_pattern`, and the words of `layers_block_type`, old and new
 KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -48,6 +50,15 @@ class NemotronH(SigmoidRouted, GroupedQuery):
 
     built_act = "relu2"
     mlp_matrices = 2
+    hf_parts: ClassVar = {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.norm.": "backbone.norm_f.",
+        "model.": "backbone.",
+        ".input_layernorm.": ".norm.",
+        ".post_attention_layernorm.": ".norm.",
+        ".self_attn.": ".mixer.",
+        ".mlp.": ".mixer.",
+    }
 
     @model_validator(mode="before")
     @classmethod
@@ -96,15 +107,19 @@ class NemotronH(SigmoidRouted, GroupedQuery):
     def state_mixer(self) -> StateMixer | None:
         if "M" not in self.pattern:
             return None
-        heads = self.mamba_num_heads
-        width = self.mamba_head_dim
         return mamba(
-            heads, width, self.n_groups, self.ssm_state_size, self.conv_kernel, self.chunk_size
+            self.mamba_num_heads,
+            self.mamba_head_dim,
+            self.n_groups,
+            self.ssm_state_size,
+            self.conv_kernel,
+            self.chunk_size,
         )
 
     def contradictions(self) -> list[str]:
         found = super().contradictions()
-        if self.num_hidden_layers != (layers := len(self.pattern)):
+        layers = len(self.pattern)
+        if self.num_hidden_layers != layers:
             found.append(
                 f"num_hidden_layers {self.num_hidden_layers} with {layers} layers in "
                 f"layers_block_type or hybrid_override_pattern, expected {layers}"
@@ -138,5 +153,40 @@ class NemotronH(SigmoidRouted, GroupedQuery):
         }
         return super().unsupported() + [reason for reason, holds in odd.items() if holds]
 
+    def megatron_config(self) -> dict[str, Any]:
+        return super().megatron_config() | {
+            "mamba_num_heads": self.mamba_num_heads,
+            "mamba_head_dim": self.mamba_head_dim,
+            "mamba_num_groups": self.n_groups,
+            "mamba_state_dim": self.ssm_state_size,
+        }
 
-SIZES = NemotronH
+    def state_rows(self, layer: int) -> list[Weight]:
+        hf = f"model.layers.{layer}.mixer."
+        mc = f"decoder.layers.{layer}.self_attention."
+        hidden = self.hidden_size
+        heads = self.mamba_num_heads
+        inner = heads * self.mamba_head_dim
+        shared = self.n_groups * self.ssm_state_size
+        channels = inner, shared, shared
+        projections = {hf + "in_proj.weight": (inner, inner, shared, shared, heads)}
+        taps = {hf + "conv1d.weight": channels}
+        biases = {hf + "conv1d.bias": channels}
+        return [
+            Weight.sectioned(mc + "in_proj.weight", projections, 1, hidden),
+            Weight.sectioned(mc + "conv1d_weight", taps, 1, 1, self.conv_kernel),
+            Weight.sectioned(mc + "conv1d_bias", biases, 1),
+            replace(Weight.rows(hf + "A_log", mc + "A_log", heads), start="decays"),
+            replace(Weight.rows(hf + "dt_bias", mc + "dt_bias", heads), start="steps"),
+            replace(Weight.rows(hf + "D", mc + "D", heads), start="ones"),
+            Weight.rows(hf + "norm.weight", mc + "norm.weight", inner),
+            Weight.columns(hf + "out_proj.weight", mc + "out_proj.weight", hidden, inner),
+        ]
+
+    def renamed(self, row: Weight) -> Weight:
+        if row.megatron_name == "decoder.final_layernorm.weight":
+            row = replace(row, start="ones")
+        return super().renamed(row)
+
+    def ignored(self, mtp_layers: int) -> dict[str, str]:
+        return super().ignored(mtp_layers) | {r"mtp\..*": "layers for multi-token prediction"}
