@@ -32,7 +32,7 @@ _WRITING = ".writing"
 _REPLACED = ".replaced"
 
 
-class Part(NamedTuple):
+class SavedModule(NamedTuple):
     """One module of this rank, as a checkpoint holds it.
 
     Args:
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 def save(
     folder: Path,
-    parts: Sequence[Part],
+    parts: Sequence[SavedModule],
     counters: Mapping[str, int],
     plan: Plan,
     topo: Topology,
@@ -153,7 +153,7 @@ def _problems(problem: str | None, topo: Topology) -> list[str]:
     return [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
 
 
-def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dict[str, Any]:
+def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology) -> dict[str, Any]:
     """Verify ``folder``, then load this rank's modules from it; any layout may have written it.
 
     Returns: the counters that `save` was given.
@@ -195,7 +195,7 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
     return counters
 
 
-def _base(parts: Sequence[Part]) -> str | None:
+def _base(parts: Sequence[SavedModule]) -> str | None:
     return next((part.base for part in parts if part.base), None)
 
 
@@ -348,7 +348,7 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _state(parts: Sequence[Part]) -> dict[str, Any]:
+def _state(parts: Sequence[SavedModule]) -> dict[str, Any]:
     """Sharded tensors, whose names contain global layer numbers and do not depend on the layout."""
     state: dict[str, Any] = {"models": {}}
     for part in parts:
@@ -360,7 +360,7 @@ def _state(parts: Sequence[Part]) -> dict[str, Any]:
     return state
 
 
-def _models(part: Part) -> dict[Any, dict[str, Any]]:
+def _models(part: SavedModule) -> dict[Any, dict[str, Any]]:
     if part.adapters:
         return {part.key(0): part.adapters.sharded(part.prefix)}
     metadata = {"dp_cp_group": part.topo.groups.dp_cp}

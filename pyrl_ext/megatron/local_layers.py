@@ -48,6 +48,22 @@ class ResidualNorm(RMSNorm):
         return rms_norm_residual(x, self.weight, self.eps)  # type: ignore[arg-type]
 
 
+class CentredNorm(RMSNorm):
+    """It multiplies by 1 + weight. That sum is in float32, and so are the rows: of a small weight
+    next to 1, bfloat16 would keep little."""
+
+    def forward(self, x: Tensor) -> Any:
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)  # type: ignore[arg-type]
+
+
+class CentredResidualNorm(CentredNorm):
+    """`ResidualNorm`, multiplying by 1 + weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        outputs = rms_norm_residual(x.float(), 1 + self.weight.float(), self.eps)  # type: ignore[arg-type]
+        return tuple(output.to(x.dtype) for output in outputs)
+
+
 class TurnedAttention(SelfAttention):
     """megatron's self-attention; queries and keys are turned in one pass, by cosines and sines that
     all layers of a microbatch share, instead of the angles that megatron hands over."""
@@ -70,6 +86,14 @@ class TurnedAttention(SelfAttention):
         turns = self.rotary.turns(self._packed)
         query, key = rotary(query.squeeze(1), key.squeeze(1), turns)
         return query[:, None], key[:, None], *more
+
+
+class GatedAttention(TurnedAttention):
+    """Attention whose output is gated by further outputs of the query projection. megatron's
+    product is compiled, on a CPU too, and again whenever microbatches differ in length."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
 class LatentAttention(MLASelfAttention):

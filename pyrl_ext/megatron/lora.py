@@ -60,16 +60,16 @@ class Adapter(nn.Module):
         super().__init__()
         self.scale = scale
         self.on = True
-        self.lora_A, self.lora_B = (nn.Parameter(weight.new_empty(*size)) for size in (a, b))
+        self.lora_A = nn.Parameter(weight.new_empty(*a))
+        self.lora_B = nn.Parameter(weight.new_empty(*b))
         self._rows = weight.shape[-2]
         linears = a[-2] // b[-1]
         rows = (linear_of >= 0).nonzero()[:, 0].to(weight.device)
         of_linear = F.one_hot(linear_of.to(weight.device)[rows], linears)[:, :, None]
-        several = linears > 1
-        some = len(rows) < self._rows
-        mask = of_linear.to(weight.dtype) if several else None
+        mask = of_linear.to(weight.dtype) if linears > 1 else None
+        places = rows if len(rows) < self._rows else None
         self.register_buffer("mask", mask, persistent=False)
-        self.register_buffer("places", rows if some else None, persistent=False)
+        self.register_buffer("places", places, persistent=False)
 
     def add_to(
         self,
@@ -173,7 +173,7 @@ def _with_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
 # factors among other parameters ------------------------------------------------------------------
 
 
-class Factor(NamedTuple):
+class LiveFactor(NamedTuple):
     """A factor, and how ranks hold it.
 
     Args:
@@ -208,30 +208,40 @@ class Factor(NamedTuple):
     def sharded(self, groups: Any, prefix: str) -> Any:
         """The factor for ``dist_checkpointing``. megatron's linears would save it as if each rank
         had it whole."""
-        tp, dp = (groups.expt_tp, groups.expt_dp) if self.experts else (groups.tp, groups.dp_cp)
-        first = [(0, groups.ep.rank(), groups.ep.size())] if self.experts else []
+        tp = groups.expt_tp if self.experts else groups.tp
+        dp = groups.expt_dp if self.experts else groups.dp_cp
+        experts = [(0, groups.ep.rank(), groups.ep.size())] if self.experts else []
         key = prefix + self.key
         rank = tp.rank()
-        size = tp.size()
-        cut = self.cut
-        replica = (0, rank if cut is None else 0, dp.rank())
-
-        def part(key: str, data: Tensor, place: int, count: int) -> ShardedTensor:
-            offsets = first if cut is None else [*first, (cut, place, count)]
-            return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
-
-        if cut is None or len(self.sections) == 1:
-            return part(key, self.value, rank, size)
-        # pieces of a checkpoint are equally long
-        unit = gcd(*self.sections)
-        places = list[int]()
-        for rows in self.sections:
-            first_of_rank = len(places) * size + rank * (rows // unit)
-            places += range(first_of_rank, first_of_rank + rows // unit)
+        if self.cut is None:
+            replica = (0, rank, dp.rank())
+            return ShardedTensor.from_rank_offsets(key, self.value, *experts, replica_id=replica)
+        replica = (0, 0, dp.rank())
+        if len(self.sections) == 1:
+            offsets = [*experts, (self.cut, rank, tp.size())]
+            return ShardedTensor.from_rank_offsets(key, self.value, *offsets, replica_id=replica)
+        dim = self.cut
+        rows = gcd(*self.sections)  # pieces of a checkpoint are equally long
+        places = self._piece_places(rows, rank, tp.size())
+        count = len(places) * tp.size()
 
         def split(key: str, data: Tensor, *_: Any) -> Any:
-            pieces = zip(data.split(unit, cut or 0), places, strict=True)
-            return [part(key, piece, place, len(places) * size) for piece, place in pieces]
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key, piece, *experts, (dim, place, count), replica_id=replica
+                )
+                for piece, place in zip(data.split(rows, dim), places, strict=True)
+            ]
 
-        join: Any = partial(torch.cat, dim=cut or 0)
+        join: Any = partial(torch.cat, dim=dim)
         return ShardedTensorFactory(key, self.value, split, join, replica)
+
+    def _piece_places(self, rows: int, rank: int, size: int) -> list[int]:
+        """The place of each of this rank's pieces of ``rows`` rows among those of ``size`` ranks,
+        which split each section separately."""
+        places: list[int] = []
+        for section in self.sections:
+            count = section // rows
+            first = len(places) * size + rank * count
+            places += range(first, first + count)
+        return places

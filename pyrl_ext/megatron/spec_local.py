@@ -26,9 +26,8 @@ def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import mlp
 
-    from pyrl_ext.megatron.centred_norms import CentredNorm
     from pyrl_ext.megatron.image_features import FeatureLayer
-    from pyrl_ext.megatron.local_layers import RMSNorm, gated_unit
+    from pyrl_ext.megatron.local_layers import CentredNorm, RMSNorm, gated_unit
 
     # the function that megatron's MLP calls for a fused SwiGLU
     mlp.bias_swiglu_impl = gated_unit  # type: ignore[assignment]
@@ -54,8 +53,7 @@ def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from pyrl_ext.megatron import mtp
-    from pyrl_ext.megatron.centred_norms import CentredNorm
-    from pyrl_ext.megatron.local_layers import RMSNorm
+    from pyrl_ext.megatron.local_layers import CentredNorm, RMSNorm
 
     if not mtp.layers_here(config, vp_stage):
         return None
@@ -76,11 +74,12 @@ def _fit(layer: Any, config: Any) -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from pyrl_ext.megatron.centred_norms import CentredNorm, CentredResidualNorm
     from pyrl_ext.megatron.expert_rows import RowMoELayer
-    from pyrl_ext.megatron.gated_attention import GatedAttention
     from pyrl_ext.megatron.grouped_experts import GroupedExperts
     from pyrl_ext.megatron.local_layers import (
+        CentredNorm,
+        CentredResidualNorm,
+        GatedAttention,
         LatentAttention,
         ReplicatedLinear,
         ResidualNorm,

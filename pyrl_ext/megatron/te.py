@@ -9,9 +9,13 @@ model's build sees no difference.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils import get_total_norm
 
 from pyrl_ext.plan import Plan
 
@@ -129,18 +133,16 @@ def use_kernels(backend: str) -> None:
     routers.
 
     megatron-core 0.19.2 takes TransformerEngine's wherever it can be imported, for models of local
-    layers too: their arithmetic would depend on what else is installed.
+    layers too: their arithmetic would depend on what else is installed. Its own norm without that
+    waits for the device once a tensor, and its scaling writes each product to new memory first;
+    `l2_norm` and `scale_all` replace them.
     """
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as mixed
     from megatron.core.transformer.moe import moe_utils
 
-    from pyrl_ext.megatron import multi_tensor
-
-    norms = vars(clip_grads)
-    mixes = vars(mixed)
-    builds = vars(optimizer)
+    norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
     if backend == "te":
         from megatron.core.extensions.transformer_engine import te_general_gemm as route
         from transformer_engine.pytorch import optimizers as te
@@ -154,15 +156,29 @@ def use_kernels(backend: str) -> None:
         from torch.optim import AdamW as adam
 
         route = None
-        apply = utils.local_multi_tensor_applier
-        scale = multi_tensor.scale
-        norm = multi_tensor.l2_norm
-        scale_by_tensor = None
+        apply, scale = utils.local_multi_tensor_applier, scale_all
+        norm, scale_by_tensor = l2_norm, None
     moe_utils.te_general_gemm = route  # type: ignore[assignment]
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
     norms["multi_tensor_scale_tensor_impl"] = scale_by_tensor
     mixes |= {"multi_tensor_applier": apply, "multi_tensor_scale_impl": scale}
+
+
+def l2_norm(
+    _chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors of the one list together, [1] float32; no norms by tensor."""
+    (tensors,) = lists
+    return get_total_norm(tensors).float().view(1), None
+
+
+def scale_all(
+    _chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float
+) -> None:
+    """Write ``factor * x`` of the first list into the second; both may be the same tensors."""
+    for source, target in zip(*lists, strict=True):
+        torch.mul(source, factor, out=target)
 
 
 # checkpoints -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _MANY = 1 << 30  # from here on a progress bar is shown [bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file; slicing it reads only that slice.
 
     Args:
@@ -86,7 +86,7 @@ class SafetensorsFolder:
             raise FileNotFoundError(
                 f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
             )
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredTensor] = {}
         found: dict[str, str] = {}
         for file in files:
             opened = open_safetensors(file)
@@ -131,7 +131,7 @@ class SafetensorsFolder:
         """All tensors of the checkpoint, one for each expert."""
         return set(self._stored)
 
-    def __call__(self, name: str) -> Stored:
+    def __call__(self, name: str) -> StoredTensor:
         return self._stored[name]
 
     def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
@@ -176,18 +176,18 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
-def _parts(name: str, data: Any, hidden: int | None) -> Iterator[tuple[str, Stored]]:
+def _parts(name: str, data: Any, hidden: int | None) -> Iterator[tuple[str, StoredTensor]]:
     """The tensor as it is, or its experts one by one if it stacks those of a layer."""
     shape = data.get_shape()
     turned = len(shape) == 3 and hidden not in (None, shape[1 + name.endswith("up_proj")])
     experts = split_experts(name, [shape[0], *shape[:0:-1]] if turned else shape)
     if experts is None:
-        yield name, Stored(data, torch.Size(shape))
+        yield name, StoredTensor(data, torch.Size(shape))
         return
     for single, expert, rows in experts:
         assert isinstance(expert, int)  # no adapter's factor is in a checkpoint of weights
         size = torch.Size((rows.stop - rows.start, shape[1 if turned else 2]))
-        yield single, Stored(data, size, expert, rows.start, turned)
+        yield single, StoredTensor(data, size, expert, rows.start, turned)
 
 
 # writing -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyrl_ext.megatron.lora import Adapter, Factor, adapt, start_gradients
+from pyrl_ext.megatron.lora import Adapter, LiveFactor, adapt, start_gradients
 from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
 from pyrl_ext.models.shards import shard_of
 from pyrl_ext.models.weight_table import by_expert, named_global, tensor_split
@@ -35,7 +35,7 @@ class Adapters:
         self.lora = lora
         self.topo = topo
         self._adapters: list[Adapter] = []
-        self._factors: list[tuple[Factor, list[str]]] = []  # names of the stacked ones
+        self._factors: list[tuple[LiveFactor, list[str]]] = []  # names of the stacked ones
         self._of: dict[str, _Place] = {}  # by the name of a weight
 
     @classmethod
@@ -94,7 +94,7 @@ class Adapters:
             experts = found[0].expert is not None
             cut = None if shard == "same" else int(shard == "columns") + value.ndim - 2
             key = f"{name.removesuffix('.weight')}.lora_{letter}"
-            factor = Factor(key, value, cut, found[0].sections_of(value.shape[-2]), experts)
+            factor = LiveFactor(key, value, cut, found[0].sections_of(value.shape[-2]), experts)
             factor.mark(weight, self.topo.tp_size if stacked and not experts else size)
             self._factors.append((factor, [each.megatron_name for each in found]))
         adapt(owner, attribute, adapter, row.shard, group)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.megatron.checkpoint import write_whole
-from pyrl_ext.models.hf_folder import Stored, open_safetensors
+from pyrl_ext.models.hf_folder import StoredTensor, open_safetensors
 from pyrl_ext.models.shards import Sliceable
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.parallel.topology import Topology
@@ -152,10 +152,10 @@ class PeftFolder:
             )
         return list(letters)
 
-    def _stored(self, module: str) -> tuple[Stored, Stored]:
+    def _stored(self, module: str) -> tuple[StoredTensor, StoredTensor]:
         """A and B of a module, as they are in the file."""
         slices = (self._opened.get_slice(f"{_PREFIX}{module}.lora_{x}.weight") for x in "AB")
-        a, b = (Stored(data, torch.Size(data.get_shape())) for data in slices)
+        a, b = (StoredTensor(data, torch.Size(data.get_shape())) for data in slices)
         return a, b
 
     def _of_module(self, module: str) -> dict[str, Sliceable]:

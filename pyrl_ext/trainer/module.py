@@ -344,10 +344,10 @@ class Module:
             )
 
     @property
-    def saved(self) -> checkpoint.Part:
+    def saved(self) -> checkpoint.SavedModule:
         """The part of a checkpoint that it is."""
         base = self.base_digest if self.adapters else None
-        return checkpoint.Part(self.models, self.optimizer, self.topo, self.adapters, base)
+        return checkpoint.SavedModule(self.models, self.optimizer, self.topo, self.adapters, base)
 
     @cached_property
     def base_digest(self) -> str:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.whole import microbatch
-from pyrl_ext.megatron.mamba import PackedMamba
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.megatron.state_layers import PackedDeltaNet
+from pyrl_ext.megatron.state_layers import PackedDeltaNet, PackedMamba
 from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.models import NEMOTRON, QWEN_NEXT

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pyrl_ext.megatron.multi_tensor import l2_norm, scale
+from pyrl_ext.megatron.te import l2_norm, scale_all
 
 
 def tensors(*shapes):
@@ -18,12 +18,12 @@ def test_l2_norm_is_that_of_all_tensors_joined():
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_scale_writes_what_a_product_rounded_once_has(factor):
+def test_scale_all_writes_what_a_product_rounded_once_has(factor):
     given = tensors((3, 5), (7,))
     targets = [torch.empty_like(each, dtype=torch.bfloat16) for each in given]
     before = [each.clone() for each in given]
-    scale(1, torch.zeros(1), [given, targets], factor)
+    scale_all(1, torch.zeros(1), [given, targets], factor)
     assert all(torch.equal(t, (s * factor).bfloat16()) for s, t in zip(given, targets))
     assert all(torch.equal(a, b) for a, b in zip(given, before))
-    scale(1, torch.zeros(1), [given, given], factor)
+    scale_all(1, torch.zeros(1), [given, given], factor)
     assert all(torch.equal(a, b * factor) for a, b in zip(given, before))
