@@ -170,7 +170,8 @@ class GatedGroupNorm(torch.nn.Module):
         self, width: int, *, group_size: int, eps: float, device: Any, dtype: torch.dtype, **_: Any
     ):
         super().__init__()
-        self.group_size, self.eps = group_size, eps
+        self.group_size = group_size
+        self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -142,7 +142,9 @@ def use_kernels(backend: str) -> None:
     from megatron.core.optimizer import optimizer as mixed
     from megatron.core.transformer.moe import moe_utils
 
-    norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
+    norms = vars(clip_grads)
+    mixes = vars(mixed)
+    builds = vars(optimizer)
     if backend == "te":
         from megatron.core.extensions.transformer_engine import te_general_gemm as route
         from transformer_engine.pytorch import optimizers as te
@@ -156,8 +158,10 @@ def use_kernels(backend: str) -> None:
         from torch.optim import AdamW as adam
 
         route = None
-        apply, scale = utils.local_multi_tensor_applier, scale_all
-        norm, scale_by_tensor = l2_norm, None
+        apply = utils.local_multi_tensor_applier
+        scale = scale_all
+        norm = l2_norm
+        scale_by_tensor = None
     moe_utils.te_general_gemm = route  # type: ignore[assignment]
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}

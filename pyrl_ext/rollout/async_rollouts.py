@@ -63,7 +63,7 @@ class Ahead:
 
     With ``rollout.oversample`` the groups that are not among the first complete ones go on, and
     the next step takes those that are complete by then before its own; a group is carried once. One
-    step of ``ahead`` is kept for that, unless older tokens are trained too (``rollout.max_staleness_policy``).
+    step of ``ahead`` is kept for that, unless older tokens are trained too (``rollout.too_old``).
 
     All communication is in the caller's thread, and so is every call of a reward function.
 
@@ -95,7 +95,7 @@ class Ahead:
         self.request_of = request_of
         self.scorer = scorer
         self.carries = plan.prompts_asked > plan.batching.prompts
-        spare = self.carries and plan.rollout.max_staleness_policy == "drop"
+        spare = self.carries and plan.rollout.too_old == "drop"
         self.lookahead = plan.rollout.ahead - spare
         self._jobs: dict[int, _Job] = {}
         self._first = self._next = 0  # step that was not taken, and that has not begun
@@ -244,7 +244,7 @@ class Ahead:
     def _oldest(self, step: int) -> int | None:
         """The oldest version whose tokens ``step`` is trained on; None: any."""
         rollout = self.plan.rollout
-        return step - rollout.ahead if rollout.max_staleness_policy == "drop" else None
+        return step - rollout.ahead if rollout.too_old == "drop" else None
 
     def _ended(self, step: int) -> bool:
         """True if the counts of a step are known; groups that are carried may go on."""
@@ -266,7 +266,7 @@ class Ahead:
                     found.append((job, group))
                     continue
                 job.take(group)
-                counts["max_staleness_policy"] += 1
+                counts["too_old"] += 1
                 counts["discarded"] += sum(map(sampled_tokens, group))
         return found
 
@@ -276,9 +276,9 @@ class Ahead:
             keep = self._jobs[step].request.keep
             raise RuntimeError(
                 f"rollout.ahead: {found} of {keep} groups of step {step} are left, and "
-                f"{counts['max_staleness_policy']:.0f} have tokens older than {self.plan.rollout.ahead} "
+                f"{counts['too_old']:.0f} have tokens older than {self.plan.rollout.ahead} "
                 "versions, expected all of them. Raise rollout.ahead, or train on older ones: "
-                "rollout.max_staleness_policy: train"
+                "rollout.too_old: train"
             )
 
     def _drop(self, job: _Job, counts: Counts) -> None:
@@ -296,7 +296,7 @@ class Ahead:
             "age/mean": counts["ages"] / max(1, counts["age_tokens"]),
             "age/max": counts["max_age"],
             "rollout/ready": counts["ready"] / self.plan.batching.prompts,
-            "rollout/too_old_groups": counts["max_staleness_policy"],
+            "rollout/too_old_groups": counts["too_old"],
         }
         if self.carries:
             metrics |= {

@@ -66,7 +66,10 @@ class Module:
         adapters: Adapters | None = None,
     ):
         self.adapters = adapters
-        self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
+        self.name = name
+        self.plan = plan
+        self.topo = topo
+        self.chunks = chunks
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
         self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
@@ -215,7 +218,8 @@ class Module:
         read = RandomFactors(adapters.table, self.plan.seed)
         assert plan.lora is not None
         if plan.lora.weights is not None:
-            folder, sizes = plan.resolve(plan.lora.weights), plan.sizes
+            folder = plan.resolve(plan.lora.weights)
+            sizes = plan.sizes
             ignored = sizes.ignored(self.mtp_layers)
             read = PeftFolder(folder, plan.lora, sizes, adapters.table, ignored)
             if read.one_a and self.topo.is_main:

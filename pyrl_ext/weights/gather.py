@@ -182,7 +182,8 @@ def _sharded(
         owner = None
         split = sizes.tp
         if row.expert is not None:
-            owner, split = row.expert // (plan.sizes.num_experts // sizes.ep), sizes.etp_size
+            owner = row.expert // (plan.sizes.num_experts // sizes.ep)
+            split = sizes.etp_size
         shards = Shards(row, dtype, row.shard_shape(split), owner, ())
         group, first = ("tp", 0) if owner is None else ("tp_ep", owner * split)
         if ranks[group] == 1 or (row.shard == "same" and owner is None):

@@ -180,7 +180,8 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
 @pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
 def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
-    folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
+    folder = SafetensorsFolder(tmp_path)
+    sizes = read_sizes(GLM | {"attention_bias": biased})
     with pytest.raises(
         ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
     ):

@@ -178,7 +178,7 @@ def test_steady_states_carry_what_oversample_leaves():
     states = steady_states(plan, time_of(plan))
     assert [each.ahead for each in states] == [0, 1, 2]
     assert all(each.oldest <= each.ahead for each in states) and states[2].oldest == 2
-    older = compile_plan(GLM47, [*more, "rollout.max_staleness_policy=train"])
+    older = compile_plan(GLM47, [*more, "rollout.too_old=train"])
     assert loop_of(older, time_of(older), 1).ahead == 1
 
 

@@ -169,12 +169,10 @@ def test_Ahead_stays_as_far_ahead_while_the_next_step_lacks_groups():
     assert run.begun == {step: max(0, step - ahead) for step in range(steps)}
 
 
-@pytest.mark.parametrize(
-    ("max_staleness_policy", "begun"), [("drop", [7, 4]), ("train", [7, 4, 4])]
-)
-def test_Ahead_asks_for_the_groups_that_a_step_lacks(max_staleness_policy: str, begun: list[int]):
+@pytest.mark.parametrize(("too_old", "begun"), [("drop", [7, 4]), ("train", [7, 4, 4])])
+def test_Ahead_asks_for_the_groups_that_a_step_lacks(too_old: str, begun: list[int]):
     """Beside the three of seven that are left of the step before; of ``drop`` in one step less."""
-    run = Run(plan_of(2, 1.75, max_staleness_policy=max_staleness_policy), BusyEngine(0))
+    run = Run(plan_of(2, 1.75, too_old=too_old), BusyEngine(0))
     run.engine.load_weights((), 0)
     run.ahead.take(0)
     run.ahead.close()
@@ -185,7 +183,7 @@ def test_Ahead_asks_for_the_groups_that_a_step_lacks(max_staleness_policy: str, 
 @pytest.mark.parametrize(("held", "ready"), [(True, 0.75), (False, 1.0)])
 def test_Ahead_counts_the_groups_that_are_there_at_once(held: bool, ready: float):
     """The three that are carried, and those of the step up to the ones that it needs."""
-    run = Run(plan_of(2, 1.75, max_staleness_policy="train"), BusyEngine(0, held=held))
+    run = Run(plan_of(2, 1.75, too_old="train"), BusyEngine(0, held=held))
 
     def train() -> None:
         run.engine.let(run.step - 1)
@@ -201,24 +199,24 @@ def test_Ahead_trains_on_every_token_or_counts_it_as_given_up(cut: bool):
     """It gives up groups that are too old, incomplete ones, and what the last step leaves."""
     engine = LossyEngine(0)
     engine.cut = cut
-    run = Run(plan_of(2, 1.75, max_staleness_policy="drop"), engine)
+    run = Run(plan_of(2, 1.75, too_old="drop"), engine)
     found = run.steps(before=run.finish)
     trained = sum(sampled_tokens(s) for rollout, _ in found for s in rollout.samples)
     given_up = [metrics["rollout/aborted_tokens"] for _, metrics in found]
     assert trained + sum(given_up) == sum(map(sampled_tokens, engine.given))
-    max_staleness_policy = [metrics["rollout/too_old_groups"] for _, metrics in found]
-    assert max_staleness_policy == [0] * STEPS if cut else [0, 0, 0, 0, 3, 0, 0]
+    too_old = [metrics["rollout/too_old_groups"] for _, metrics in found]
+    assert too_old == [0] * STEPS if cut else [0, 0, 0, 0, 3, 0, 0]
     assert bool(given_up[1]) == cut and given_up[-1] > 0
 
 
-@pytest.mark.parametrize("max_staleness_policy", ["drop", "train"])
-def test_Ahead_trains_every_group_once_and_no_token_too_old(max_staleness_policy: str):
+@pytest.mark.parametrize("too_old", ["drop", "train"])
+def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
     """Whatever the order in which groups become complete; those that are late are carried once."""
     carried = given_up = 0.0
     for seed in range(24):
         ahead = 1 + seed % 3
         run = Run(
-            plan_of(ahead, oversample=1.75, max_staleness_policy=max_staleness_policy),
+            plan_of(ahead, oversample=1.75, too_old=too_old),
             BusyEngine(seed),
         )
         trained = list[int]()
@@ -231,7 +229,7 @@ def test_Ahead_trains_every_group_once_and_no_token_too_old(max_staleness_policy
                 g // run.plan.prompts_asked < step for g in groups
             )
             ages = [step - v for s in rollout.samples for *_, v in spans_of(s)]
-            assert max(ages) == metrics["age/max"] <= ahead + (max_staleness_policy == "train")
+            assert max(ages) == metrics["age/max"] <= ahead + (too_old == "train")
             carried += metrics["rollout/carried_groups"]
             given_up += metrics["rollout/aborted_groups"]
             mask = [s.route_mask for s in rollout.samples if s.version_spans]
@@ -251,7 +249,7 @@ def test_Ahead_begins_again_what_a_wrong_server_took_part_in(oversample: float):
     """In step 2 an engine turns out to be wrong; what is trained afterwards was begun after that,
     once each."""
     ahead = 1
-    run = Run(plan_of(ahead, oversample, max_staleness_policy="train"), BusyEngine(3, wrong=2))
+    run = Run(plan_of(ahead, oversample, too_old="train"), BusyEngine(3, wrong=2))
     trained = [group for rollout, _ in run.steps(first=2) for group in groups_of(rollout)]
     assert run.engine.wrong is None
     assert len({*trained}) == len(trained) == KEEP * (STEPS - 2)
@@ -267,7 +265,7 @@ def test_Ahead_begins_again_what_a_wrong_server_ended():
 
 @pytest.mark.parametrize("oversample", [1.0, 1.75])
 def test_again_leaves_the_step_that_was_taken(oversample: float):
-    run = Run(plan_of(2, oversample, max_staleness_policy="train"), BusyEngine(0))
+    run = Run(plan_of(2, oversample, too_old="train"), BusyEngine(0))
     run.engine.load_weights((), 0)
     taken = groups_of(run.ahead.take(0)[0])
     run.engine.begun.clear()

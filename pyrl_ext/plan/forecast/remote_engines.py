@@ -53,7 +53,7 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
         beside=time.seconds("old_logprobs") if beside else 0.0,
         groups=_groups(plan),
         keep=plan.batching.prompts,
-        ahead=ahead - (carries and plan.rollout.max_staleness_policy == "drop"),
+        ahead=ahead - (carries and plan.rollout.too_old == "drop"),
         carry=carries,
         pause=plan.rollout.pause,
     )

@@ -115,7 +115,7 @@ class Weight:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one checkpoint tensor holds queries, keys and values."""
+        """True if one checkpoint tensor holds queries, keys and values."""
         return self.shard == "grouped" and len(self.hf_names) == 1
 
     def sections_of(self, rows: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ APART = (
     "publish_timeout",
     "pause",
 )
-AHEAD = ("second_span_routes", "max_staleness_policy", "overlap_publish")
+AHEAD = ("second_span_routes", "too_old", "overlap_publish")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
 

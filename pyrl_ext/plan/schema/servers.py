@@ -62,7 +62,7 @@ class Servers(Section):
     second_span_routes: Literal["masked", "recorded"] = "masked"
     """routes of what was generated before an update within a sample: masked, the trainer routes
     these tokens itself; or as the engine recorded them, with the old weights"""
-    max_staleness_policy: Literal["drop", "train"] = "drop"
+    too_old: Literal["drop", "train"] = "drop"
     """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
     objective's correction"""
 

@@ -65,7 +65,8 @@ def build(plan: Plan, folder: Path, say: Callable[[str], object] = print) -> Non
 
     Raises: ValueError when the plan names no GPU.
     """
-    target, config = _target(plan), plan.sizes.megatron_config()
+    target = _target(plan)
+    config = plan.sizes.megatron_config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # until all are there
     with offline(folder, target) as found:
