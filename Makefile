@@ -92,7 +92,7 @@ parity: build  ## layouts of 1 to 4 ranks that combine every two features, again
 bench: build  ## kernels: what they compile to, then each against a copy and its peers; QUICK=1: a tenth as long
 	$(BIN)/python -m benchmarks.binaries
 	$(BIN)/python -m benchmarks.profile_step
-	$(BIN)/python -m benchmarks.step_many_ranks --rounds 1 $(if $(QUICK),--tokens 512)
+	$(BIN)/python -m benchmarks.wide_step --rounds 1 $(if $(QUICK),--tokens 512)
 	$(BIN)/python -m benchmarks.turns $(if $(QUICK),--trajectories 64 --turns 4)
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(if $(QUICK),--quick)
 
@@ -104,7 +104,7 @@ docs: $(VENV)/.docs  ## build the documentation site, offline, into build/site
 	$(BIN)/python -m mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.built
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
 	touch $@
 
 # chromium, with which tests look at a page; Debian's, where root may install it

@@ -30,8 +30,8 @@ REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
-# what the Makefile calls the installation of vLLM, of TransformerEngine and of wandb
-EXTRAS = ("$(VENV)/.vllm", "$(VENV)/te", "$(VENV)/wandb")
+# what the Makefile calls the installation of vLLM, TransformerEngine, wandb and mkdocs
+EXTRAS = ("$(VENV)/.vllm", "$(VENV)/te", "$(VENV)/wandb", "$(VENV)/.docs")
 # commands that name one of these need vLLM or wandb
 NEED_EXTRAS = ("engine=vllm", "--engine vllm", ".venv/wandb")
 # minutes on one core: begun last, they would end when nothing is left for the other

@@ -261,6 +261,7 @@ def test_needs_extras_is_true_of_targets_that_install_vllm_te_or_wandb():
     }
     found = {command for command in run if needs_extras(command, makefile)}
     assert found == named | {
+        "make docs",
         "make test-te",
         "PYTHONPATH=.venv/wandb .venv/bin/python -m pytest -q tests/wandb",
     }
