@@ -155,7 +155,7 @@ class _SplitLogprob(torch.autograd.Function):
             tokens,
             vocab,
             size,
-            splits[0],
+            splits[0],  # type: ignore[arg-type]
             **TILE,
             **OPTIONS,
         )

@@ -92,9 +92,8 @@ def counted() -> Iterator[Traffic]:
             if hasattr(dist.ProcessGroup, name):
                 wrapped = _collective(traffic, name, place, getattr(dist.ProcessGroup, name))
                 stack.enter_context(patch.object(dist.ProcessGroup, name, wrapped))
-        # pyright: ignore
         new_group = dist.new_group
-        multi_get = dist.PrefixStore.multi_get
+        multi_get = dist.PrefixStore.multi_get  # pyright: ignore
 
         def made(ranks: list[int], **named: Any) -> Any:
             traffic.new_groups.append(len(ranks))

@@ -71,7 +71,10 @@ def _stats(
         targets,
         scale,
         keep,
-        *out,
+        out[0],
+        out[1],
+        out[2],
+        out[3],
         columns,
         first,
         width,
@@ -94,7 +97,10 @@ def combine(
             stats.contiguous(),
             targets.contiguous(),
             scale.contiguous(),
-            *out,
+            out[0],
+            out[1],
+            out[2],
+            out[3],
             len(stats),
             tokens,
             valid_vocab,
@@ -125,11 +131,16 @@ def grad(
     out = torch.empty_like(logits, dtype=dtype) if out is None else out
     if out.numel() == 0:
         return out
-    rows = (targets, scale, max, log_sum, entropy, grad_logprob, grad_entropy)
     keep = logits if keep_mask is None else keep_mask.contiguous().view(torch.uint8)
     token_logprob_grad_kernel[(tokens, -(-columns // BLOCK))](  # type: ignore[arg-type]
         logits,
-        *(row.contiguous() for row in rows),
+        targets.contiguous(),
+        scale.contiguous(),
+        max.contiguous(),
+        log_sum.contiguous(),
+        entropy.contiguous(),
+        grad_logprob.contiguous(),
+        grad_entropy.contiguous(),
         keep,
         out,
         columns,
