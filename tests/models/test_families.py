@@ -218,8 +218,9 @@ def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
         ready = batch.with_(old_logprobs=scores.logprobs)
         metrics = passes.update(policy, ready, schedule, build_loss(plan.objective))
     at = batch.loss_mask
+    # qwen3_next: 3.6e-5 with AMX
     torch.testing.assert_close(
-        scores.logprobs[at], batch.rollout_logprobs[at], atol=3e-5, rtol=1e-6
+        scores.logprobs[at], batch.rollout_logprobs[at], atol=6e-5, rtol=1e-6
     )
     assert tuple(scores.agreement) == plan.router_layers
     rows = int(batch.route_mask.sum())
