@@ -66,10 +66,10 @@ def test_ci_runs_what_needs_no_extras_before_it_installs_them():
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     lines = [line.split(" #")[0].strip() for line in script.splitlines()]
     assert [line for line in lines if re.match(r"make |\.venv/", line)] == [
-        "make build browser",
+        "make build .venv/.browser",
         ".venv/bin/python -m tests.readme --extras without"
         " --first 'make check' 'make test' 'make parity'",
-        "make .venv/.vllm .venv/te .venv/wandb",
+        "make .venv/.vllm .venv/te .venv/wandb .venv/.docs",
         ".venv/bin/python -m tests.readme --extras with",
     ]
 

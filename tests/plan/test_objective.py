@@ -1,6 +1,5 @@
 """The objective in a plan: presets, contradictions, old names, the formula."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -44,23 +43,6 @@ def test_compile_plan_notes_what_overrides_a_preset():
     plan = plan_of("objective.preset=gspo")
     assert plan.objective.clip_low == 0.2 and plan.objective.ratio == "sequence"
     assert "objective.clip_low: 0.2 in place of 0.0003, the value of preset gspo" in plan.notes
-
-
-def test_compile_plan_takes_the_old_name_of_the_loss():
-    plan = plan_of("objective.loss=grpo")
-    assert plan.objective.loss == "ppo"
-    assert any("objective.loss=grpo: grpo was renamed to ppo" in note for note in plan.notes)
-
-
-def test_read_keeps_the_gradient_of_the_kl_of_saved_plans(tmp_path):
-    saved = json.loads(plan_of("objective.kl_coef=0.1").to_json())
-    new = ("kl", "kl_gradient", "kl_weight", "kl_in", "ratio", "reduction", "preset")
-    for name in new:
-        del saved["objective"][name]
-    saved["objective"]["loss"] = "grpo"
-    (tmp_path / "plan.json").write_text(json.dumps(saved))
-    read = Plan.read(tmp_path / "plan.json").objective
-    assert (read.kl_gradient, read.kl_weight, read.loss) == ("direct", "none", "ppo")
 
 
 @pytest.mark.parametrize(
