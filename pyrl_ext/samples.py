@@ -292,7 +292,9 @@ class Sample:
             self._need(free, found, f"at least one token from {end} on, of {self.tokens.numel()}")
             rule = "weight_version first, and none lower than before"
             self._need(version >= oldest and bool(end or version == oldest), found, rule)
-            sampled[begin:stop], end, oldest = True, stop, version
+            sampled[begin:stop] = True
+            end = stop
+            oldest = version
         if not self.version_spans:
             return
         expected = torch.zeros_like(sampled)

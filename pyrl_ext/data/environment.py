@@ -123,7 +123,7 @@ def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Cal
 
 
 def _signature(factory: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """``: a, b = 1``, what a factory takes next to ``given``; empty if that is not known."""
+    """``: a, b = 1``, what a factory takes in addition to ``given``; empty if that is not known."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):

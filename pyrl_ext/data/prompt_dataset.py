@@ -61,7 +61,7 @@ class Source:
 
 
 def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
-    """Reads images, whose paths start at the folder of the file ``next to``; None: the model takes
+    """Reads images, whose paths start at the folder of the file ``beside``; None: the model takes
     no images."""
     token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
     if token is None or plan.tokenizer_path is None:

@@ -75,7 +75,7 @@ def _all_reduced(values: Tensor, group: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The inputs of a loss next to the current log-probs, all [T] on the same device.
+    """The inputs of a loss in addition to the current log-probs, all [T] on the same device.
 
     Args:
         old_logprobs: float32, of the target in the policy before the update [nats].

@@ -50,7 +50,7 @@ class ResidualNorm(RMSNorm):
 
 class CentredNorm(RMSNorm):
     """It multiplies by 1 + weight. That sum is in float32, and so are the rows: of a small weight
-    next to 1, bfloat16 would keep little."""
+    added to 1, bfloat16 would keep little."""
 
     def forward(self, x: Tensor) -> Any:
         return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)  # type: ignore[arg-type]

@@ -207,5 +207,5 @@ def with_local_keys(state: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def without_states(model: Module) -> dict[str, None]:
-    """Empty states of scales, which ``load_state_dict`` of ``model`` wants next to its tensors."""
+    """Empty states of scales, which ``load_state_dict`` of ``model`` expects too."""
     return dict.fromkeys(name for name in model.state_dict() if name.endswith(_STATE))

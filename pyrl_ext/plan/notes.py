@@ -126,7 +126,7 @@ def _images(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan) -> list[str]:
-    """Costs of a layout next to its ranks."""
+    """Costs of a layout in addition to its ranks."""
     parallel = plan.parallel
     node = plan.hardware.gpus_per_node
     found = []

@@ -1,1 +1,1 @@
-"""Commands next to training: measure, export, prebuild."""
+"""Commands besides training: doctor, export, prebuild, report."""

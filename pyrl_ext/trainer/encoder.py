@@ -39,7 +39,9 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
         forward_backward_pipelining_without_interleaving,
     )
 
-    topo, (chunk,), images = module.topo, module.chunks, shard.images[module.name]
+    topo = module.topo
+    (chunk,) = module.chunks
+    images = shard.images[module.name]
     route = images.work.route
     tower = cast(VisionTower, module.models[0])
     outlets = [Outlet(edge, partial(route, depth=depth)) for (_, depth), edge in edges.items()]

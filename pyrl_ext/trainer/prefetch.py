@@ -22,7 +22,7 @@ from pyrl_ext.replay.router_hook import Replay
 
 @dataclass
 class DeviceMicrobatch:
-    """A microbatch on the device, with what layers and routers need next to its tokens.
+    """A microbatch on the device, with what layers and routers need in addition to its tokens.
 
     Args:
         micro: the rows of this rank.

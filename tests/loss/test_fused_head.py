@@ -472,7 +472,9 @@ def test_linear_logprob_does_not_read_rows_outside():
     whole, _ = linear_logprob(hidden, weight, targets, temperature=temperature, valid_vocab=VALID)
     others = torch.ones(T, dtype=torch.bool)
     others[ROWS] = False
-    hidden[others], targets[others], temperature[others] = torch.nan, -100, -1
+    hidden[others] = torch.nan
+    targets[others] = -100
+    temperature[others] = -1
     settings: dict[str, Any] = dict(temperature=temperature, valid_vocab=VALID, rows=ROWS)
     logprob, entropy = linear_logprob(hidden.requires_grad_(), weight, targets, **settings)
     torch.testing.assert_close(logprob[ROWS], whole[ROWS], rtol=1e-5, atol=1e-5)

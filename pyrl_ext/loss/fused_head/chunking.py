@@ -106,7 +106,7 @@ def plan_call(
     valid_vocab = check_valid_vocab(where, valid_vocab, weight.shape[0], ranks)
     if main_grad:
         _check_main_grad(where, weight)
-    # gradients are written over the logits, or next to them where the products take another dtype
+    # gradients are written over the logits, or elsewhere if the products take another dtype
     sums = accum_dtype(weight.dtype)
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     bytes_per_logit += kept is not None  # of the mask

@@ -152,7 +152,7 @@ class Simulation:
         self._look = LookAhead()
         self._began = self._published = 0.0
         self._training = self._draining = self._gathered = False
-        self._since: float | None = None  # that it trains next to a publish
+        self._since: float | None = None  # start of training during a publish
         # by step and number, that no step has taken; those of them that are complete
         self._groups: dict[int, dict[int, list[_Request]]] = {}
         self._complete: dict[int, list[list[_Request]]] = {}

@@ -65,7 +65,7 @@ class Encoder:
         return [tuple(range(end - n, end)) for n, end in zip(self.layers, ends, strict=True)]
 
     def besides(self, stage: int) -> list[str]:
-        """Parts of a stage next to its layers."""
+        """Parts of a stage in addition to its layers."""
         first = stage == 0
         last = stage == len(self.layers) - 1
         return ["patches"] * first + ["merger"] * last

@@ -20,7 +20,7 @@ from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
-# Assumed: fixed time of a layer next to memory traffic and FLOPs, in a CUDA graph and with kernels
+# Assumed: fixed time of a layer besides memory traffic and FLOPs, in a CUDA graph and with kernels
 # launched one by one.
 GRAPH_SECONDS = 60e-6
 EAGER_SECONDS = 400e-6
@@ -111,7 +111,7 @@ class Decoder:
 
     @property
     def layer_seconds(self) -> float:
-        """Fixed time of a layer for each token, next to memory traffic and FLOPs."""
+        """Fixed time of a layer for each token, in addition to memory traffic and FLOPs."""
         return GRAPH_SECONDS if self.plan.rollout.engine == "vllm" else EAGER_SECONDS
 
     def decode(self, sequences: int) -> tuple[float, float]:

@@ -126,7 +126,7 @@ def ranks_of_experts_suit_grouped_products(plan: Plan) -> Found:
 
 @rule("lora")
 def adapters_suit_the_trainer(plan: Plan) -> Found:
-    """Parts of the trainer that would train something else next to a frozen base."""
+    """Parts of the trainer that would train more than the adapters of a frozen base."""
     if plan.lora is None:
         return
     rate = plan.model.router_bias_update_rate

@@ -1,4 +1,4 @@
-"""Trajectories of several turns: what an environment needs, and what it cannot be next to."""
+"""Trajectories of several turns: what an environment needs, and what excludes it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Server:
         return web.json_response({"message": "Weight update started"})
 
     async def update(self, http: web.Request) -> web.Response:
-        """Receives all weights, next to the engine, which keeps its own."""
+        """Receives all weights while the engine keeps and serves its own."""
         info = (await _body(http)).get("update_info")
         if not isinstance(info, dict):
             raise ProtocolError("update_weights: no update_info, expected an object")

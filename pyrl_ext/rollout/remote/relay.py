@@ -105,7 +105,7 @@ class Relay:
             self._views.put(view)
 
     def close(self) -> None:
-        """No more come. What came is still sent, next to whatever this engine does next."""
+        """No more come. What came is still sent while this engine continues."""
         self._views.put(None)
         if not self._begun:
             self._door.close()

@@ -182,7 +182,7 @@ class Incoming:
         layout = list[tuple[str, torch.dtype, Size]]()
         for name, dtype, shape in map(_tensor, tensors or ()):
             need(name in wanted, f"{name[:MAX_NAME]!r}", "a tensor that the engine holds")
-            # one step, also next to other senders: who is first has the name
+            # one step, also with other senders: the first one has the name
             claim = object()
             need(
                 self._claimed.setdefault(name, claim) is claim, f"{name} twice", "each tensor once"

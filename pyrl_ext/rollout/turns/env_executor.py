@@ -1,4 +1,4 @@
-"""Calls of environments, next to the engine: none of them holds up the run or each other.
+"""Calls of environments while the engine runs: none of them holds up the run or each other.
 
 A function runs in a thread of its call, a coroutine in one event loop with all others. A call
 over its time limit is given up: `TimeUp` is raised in its thread, its coroutine is cancelled. A
@@ -200,7 +200,9 @@ class Calls:
             self._overdue.discard(call)
             if call.over:
                 return
-            call.over, call.dropped, call.seconds = True, dropped, time.monotonic() - call.began
+            call.over = True
+            call.dropped = dropped
+            call.seconds = time.monotonic() - call.began
             call.args = ()
             call.loop = None
             call.task = None
