@@ -106,7 +106,7 @@ def unpack(packed: bytes) -> Sample:
 
 
 class _Inbox(queue.SimpleQueue[Any]):
-    """Requests as they come, read while the engine runs: both ends may send more than a pipe holds."""
+    """Requests, read while the engine runs: both ends may send more than a pipe holds."""
 
     def __init__(self, connection: Connection):
         super().__init__()
