@@ -121,5 +121,6 @@ def test_an_encoder_that_hangs_ends_all_with_the_stacks_of_those_that_wait(tmp_p
         assert f"no heartbeat for 10 s from rank {ENCODER} (" in text, text
         assert f"pid {processes[ENCODER].pid}), last heard in {place(ENCODER)}\n" in text, text
         assert f"\n  rank {rank} ended in {place(rank)}; its stack:\n" in text, text
-    assert "edges.py" in texts[0] and "in take\n" in texts[0], texts[0]
+    assert "module_pipe.py" in texts[0], texts[0]
+    assert "in take\n" in texts[0], texts[0]
     assert "in lost\n" in texts[ENCODER], texts[ENCODER]
