@@ -53,7 +53,7 @@ demo-lora: build $(BASE_RUN)/checkpoints/step-$(BASE)/hf  ## train adapters of r
 	$(BIN)/python -m pyrl_ext.train configs/tiny_lora.yaml steps=$(STEPS) seed=$(SEED) \
 	  run=runs/tiny_lora-$(SEED) model.weights=$(CURDIR)/$(BASE_RUN)/checkpoints/step-$(BASE)/hf
 	rm -rf runs/tiny_lora-$(SEED)/adapter
-	$(BIN)/python -m pyrl_ext.tools.export runs/tiny_lora-$(SEED) runs/tiny_lora-$(SEED)/adapter --adapter single
+	$(BIN)/python -m pyrl_ext.tools.export runs/tiny_lora-$(SEED) runs/tiny_lora-$(SEED)/adapter --adapter
 
 # `pyrl serve` ends its engines when it gets SIGTERM
 demo-async: STEPS = 3

@@ -25,11 +25,6 @@ AGE_METRICS = (
     ),
     Metric("age/clip_fraction_<id>", "1", "policy/clip_fraction of the tokens of this age."),
     Metric(
-        "age/agree_topk_<id>",
-        "1",
-        "route/agree_topk of the samples whose oldest token has this age.",
-    ),
-    Metric(
         "age/reward_<id>",
         "reward",
         "Mean reward of the trajectories whose oldest token has this age.",

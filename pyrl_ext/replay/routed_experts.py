@@ -24,8 +24,7 @@ class LayerRoutes:
         ids: [M, K] expert ids, as narrow as they came; padding rows hold distinct experts that
             together spread over all experts.
         use: [M] bool, rows that use ``ids``; for the others the router chooses. None: all rows.
-        from_engine: [M, A] bool, rows whose ids came from the engine (neither padding nor missing),
-            by the age of their sample; A is 1 without ages.
+        from_engine: [M] bool, rows whose ids came from the engine (neither padding nor missing).
         is_token: [M] bool, rows that are tokens, not padding. None: all rows.
         sent: [ranks, E] int64 on the host, rows that each rank of the routers' group sends to each
             expert; None: not known before the routers chose.
@@ -103,12 +102,10 @@ class RoutedExperts:
             rows = len(shard.rows.routers)
             ids = torch.empty(rows, 0, topk, dtype=route_dtype(num_experts))
             mask = torch.zeros(rows, dtype=torch.bool)
-        ages = shard.stored.get("route_ages", mask[:, None])
-        fields = gather_fields([ids, ages, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
-        # read and changed while they are on the host
+        fields = gather_fields([ids, mask, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
+        # read while they are on the host
         is_token = at >= 0
         all_used = bool(fields.views[2].all())
-        fields.views[1].logical_and_(fields.views[2][:, None])
         places = torch.where(is_token, torch.arange(len(at)), -1)
         sent = None
         if layers and group is not None:

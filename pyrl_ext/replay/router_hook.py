@@ -55,9 +55,8 @@ class RouterHook:
         self.used: LayerRoutes | None = None  # in the newest forward or recomputation
         self.for_recompute: deque[LayerRoutes] = deque()
         self.counting = False
-        # [4, A] of the samples of each age: experts of both choices, rows with equal choices, rows,
-        # and experts of one choice
-        self.counts = torch.zeros(4, 1, dtype=torch.float64, device=device)
+        # experts of both choices, rows with equal choices, rows, and experts of one choice
+        self.counts = torch.zeros(4, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         self.current = self.used = None
@@ -66,7 +65,8 @@ class RouterHook:
     def start(self, counting: bool) -> None:
         """Before a pass."""
         self.clear()
-        self.counting, self.counts = counting, self.counts.new_zeros(4, 1)
+        self.counting = counting
+        self.counts = torch.zeros_like(self.counts)
 
     @property
     def is_clear(self) -> bool:
@@ -235,31 +235,24 @@ class Replay:
         for hook, layer_routes in zip(hooks, each_layer, strict=True):
             hook.current = layer_routes
 
-    def agreement(self, num_layers: int, ages: Tensor | None) -> list[dict[int, Agreement]]:
-        """Agreement of each layer that replayed, and of the samples of each age.
+    def agreement(self, num_layers: int) -> dict[int, Agreement]:
+        """Layer id -> agreement, of each layer that replayed.
 
         Args:
             num_layers: layers of the whole model, MTP layers included.
-            ages: [R, A], the shard's ``route_ages``; None: samples have no ages, A is 1.
 
-        Returns: layer id -> agreement, and age -> agreement of all layers.
-        Communicates: one all-reduce of 4 A numbers a layer over the world. Syncs: reads it.
+        Communicates: one all-reduce of 4 numbers a layer over the world. Syncs: reads it.
         """
-        size = num_layers, 4, 1 if ages is None else ages.shape[1]
-        total = torch.zeros(size, dtype=torch.float64, device=self.device)
+        total = torch.zeros(num_layers, 4, dtype=torch.float64, device=self.device)
         for hook in self._all():
             total[hook.layer_id] = hook.counts
         total = total.cpu()
         dist.all_reduce(total)
-        tables: list[list[list[float]]] = [total.sum(2).tolist(), total.sum(0).T.tolist()]
-        return [
-            {
-                number: Agreement(rows * shared / experts, equal, rows)
-                for number, (shared, equal, rows, experts) in enumerate(table)
-                if rows
-            }
-            for table in tables
-        ]
+        return {
+            layer: Agreement(rows * shared / experts, equal, rows)
+            for layer, (shared, equal, rows, experts) in enumerate(total.tolist())
+            if rows
+        }
 
 
 def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[RouterHook]:

@@ -15,7 +15,7 @@ from typing import get_args
 
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
-from pyrl_ext.models.peft_folder import Form, save_adapter
+from pyrl_ext.models.peft_folder import save_adapter
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.buckets import BucketStream
 from pyrl_ext.parallel.heartbeat import heartbeats
@@ -58,17 +58,17 @@ def export(
     out: Path,
     dtype: str | None,
     tokenizer: str | None,
-    adapter: Form | None = None,
+    adapter: bool = False,
 ) -> bool:
     """Write the checkpoint ``saved`` to ``out``; whether this is the main rank.
 
     Args:
-        adapter: write only the adapters, in this form; None: whole weights.
+        adapter: write only the adapters.
 
     Communicates: as `Policy.load` and `Policy.weights`. Raises: as they do; FileNotFoundError when
         the run's tokenizer is gone.
     """
-    if adapter is not None and plan.sizes.mlp_matrices == 2:
+    if adapter and plan.sizes.mlp_matrices == 2:
         raise ValueError(
             f"export: --adapter with model.family {plan.model.family}, expected a family whose "
             "layers have gates; PEFT's files are not written for others. Export merged weights"
@@ -88,10 +88,10 @@ def export(
         plan = plan.model_copy(update={"fetched": beside.fetched})
         policy = Policy.build(plan, topo, trainable=False, initial=False)
         policy.load(saved)
-        if adapter is None:
-            save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
+        if adapter:
+            save_adapter(out, factors(policy), beside, topo, dtype)
         else:
-            save_adapter(out, factors(policy), beside, topo, dtype, adapter)
+            save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
         return topo.is_main
 
 
@@ -112,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="the model's if left out")
     parser.add_argument("--tokenizer", help="folder or hub id; the run's if left out")
-    parser.add_argument(
-        "--adapter", choices=get_args(Form), help="only the adapters, experts apart or fused"
-    )
+    parser.add_argument("--adapter", action="store_true", help="only the adapters")
     options = parser.parse_intermixed_args(arguments)
     if (named := options.tokenizer) is not None and Path(named).is_dir():
         options.tokenizer = str(Path(named).resolve())

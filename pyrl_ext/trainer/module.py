@@ -6,6 +6,7 @@ import hashlib
 import json
 import weakref
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import hf_folder, weight_table
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
-from pyrl_ext.models.peft_folder import PeftFolder
+from pyrl_ext.models.peft_folder import read_adapter
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
@@ -219,15 +220,9 @@ class Module:
         assert plan.lora is not None
         if plan.lora.weights is not None:
             folder = plan.resolve(plan.lora.weights)
-            sizes = plan.sizes
-            ignored = sizes.ignored(self.mtp_layers)
-            read = PeftFolder(folder, plan.lora, sizes, adapters.table, ignored)
-            if read.one_a and self.topo.is_main:
-                print(
-                    f"lora.weights: in {folder} gate and up of the experts of {len(read.one_a)} "
-                    "layers have one A; each starts with it, and from then on has one to itself",
-                    flush=True,
-                )
+            ignored = plan.sizes.ignored(self.mtp_layers)
+            factors = read_adapter(Path(folder), plan.lora, plan.sizes, adapters.table, ignored)
+            read = factors.__getitem__
         weight_table.load(adapters.table, adapters.live(), read, self.topo)
 
     def share_base(self, other: Module) -> None:

@@ -36,7 +36,6 @@ from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.module_pipe import Edges, build_edges
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
-from pyrl_ext.trainer.zero_gradient import check_zero_gradient
 from pyrl_ext.weights.modules import Live, ModuleTensors
 
 
@@ -48,13 +47,11 @@ class Scores:
         logprobs:  [N] fp32 on the host, of each row's target; empty before the last stage.
         entropy:   [N] fp32 on the host, of each row's distribution [nats]; empty as above.
         agreement: layer id -> how far the router agreed with the routes it replayed.
-        by_age: age of a sample -> how far all routers did; without ages, all samples have age 0.
     """
 
     logprobs: Tensor
     entropy: Tensor
     agreement: dict[int, Agreement] = field(default_factory=dict)
-    by_age: dict[int, Agreement] = field(default_factory=dict)
 
 
 class Policy:
@@ -200,10 +197,9 @@ class Policy:
         with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
             parts = self._run(shard, reduce, replay, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
-            ages = shard.stored.get("route_ages")
-            agreement = replay_hooks.agreement(layers, ages) if replay else ()
+            agreement = replay_hooks.agreement(layers) if replay else {}
         logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
-        return Scores(logprobs, entropy, *agreement)
+        return Scores(logprobs, entropy, agreement)
 
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
         """[N, 2] values of the rows of a shard; [0, 2] before the last stage.
@@ -225,8 +221,7 @@ class Policy:
         """One optimizer step on ``minibatch``; token means are over all ranks' rows of it.
 
         Returns: loss, grad_norm, lr and the loss function's metrics.
-        Raises: FloatingPointError when the loss (before the step) or the gradient is not finite, or
-            the gradient is exactly 0 although tokens must have one (built-in losses).
+        Raises: FloatingPointError when the loss (before the step) or the gradient is not finite.
         """
         metrics = self.accumulate(minibatch, loss)
         if not math.isfinite(metrics["loss"]):
@@ -235,10 +230,12 @@ class Policy:
                 "the weights are as they were before it"
             )
         metrics |= self.step_optimizer()
-        if metrics["grad_norm"] == 0:
-            loss_name = self.plan.objective.loss
-            number = f"update {self.updates - 1}"
-            check_zero_gradient(loss_name, minibatch, metrics, number, self.topo)
+        if metrics["grad_norm"] == 0 and self.topo.is_main:
+            print(
+                f"update {self.updates - 1}: the gradient is exactly 0, nothing is trained. Unless "
+                "all advantages are 0, look for a loss that detaches log-probs or frozen weights",
+                flush=True,
+            )
         return metrics
 
     def step_optimizer(self) -> dict[str, float]:

@@ -18,20 +18,9 @@ from pyrl_ext.trainer.policy import Scores
 
 def ages_of(shard: BatchShard, step: int, plan: Plan) -> Tensor:
     """[N, A] bool, whether each row of the last stage has age 0 .. A - 1 in ``step``."""
-    return _one_hot(step - shard.columns["versions"], plan)
-
-
-def with_route_ages(shard: BatchShard, index: BatchIndex, step: int, plan: Plan) -> BatchShard:
-    """``shard`` with ``route_ages`` [R, A] bool, whether the oldest token in the sample of each row
-    of the routers has age 0 .. A - 1 in ``step``."""
-    samples = shard.lengths.sample_of(shard.rows.routers)
-    ages = _one_hot(torch.from_numpy(step - index.versions[samples]), plan)
-    return shard.with_columns(route_ages=ages)
-
-
-def _one_hot(ages: Tensor, plan: Plan) -> Tensor:
     most = plan.rollout.ahead + 1  # a group that is carried is one older, where that is trained
-    return ages.clamp(0, most)[:, None] == torch.arange(most + 1)
+    ages = (step - shard.columns["versions"]).clamp(0, most)
+    return ages[:, None] == torch.arange(most + 1)
 
 
 def by_age(
@@ -61,5 +50,4 @@ def by_age(
     rewards = index.rewards[index.firsts]
     for age in sorted({*oldest.tolist()}):
         metrics[f"age/reward_{age}"] = float(rewards[oldest == age].mean())
-    agree = {f"age/agree_topk_{age}": x.share / x.rows for age, x in scores.by_age.items()}
-    return metrics | agree
+    return metrics

@@ -32,7 +32,7 @@ from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
-from pyrl_ext.trainer.staleness import ages_of, by_age, with_route_ages
+from pyrl_ext.trainer.staleness import ages_of, by_age
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import check_batch, full_check, gaps, mismatch_limit, sync_weights
 
@@ -294,8 +294,6 @@ class RolloutStep(Step):
 
         Returns: the rows with their log-probs and weights, and the policy's scores.
         """
-        if self.plan.rollout.ahead:
-            shard = with_route_ages(shard, index, self.number, self.plan)
         with phase("time/old_logprobs"):
             old = self.policy.scores(shard, self.plan.replay.old)
         if check:

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from pyrl_ext.models.peft_folder import CONFIG as CONFIG_FILE
-from pyrl_ext.models.peft_folder import TENSORS, PeftFolder, save_adapter
+from pyrl_ext.models.peft_folder import TENSORS, read_adapter, save_adapter
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
@@ -32,14 +32,14 @@ from tests.helpers.tiny import CONFIG, random_batch
 pytestmark = pytest.mark.multiprocess
 
 LITE = json.loads((CONFIG.parent / "tiny/config.json").read_text())
-CASES = {  # model, overrides, form of the file
-    "GLM-4.7-Flash": (LITE, (), "single"),
-    "GLM-4.7": (GLM, ("lora.expert_rank=8",), "fused"),
-    "DeepSeek-V3": (DEEPSEEK, (), "fused"),
-    "Moonlight": (MOONLIGHT, ("lora.experts=none",), "single"),
-    "Qwen3-30B": (HF, ("lora.expert_rank=8",), "single"),
-    "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",), "single"),
-    "Qwen3-8B": (QWEN3_SMALL, (), "single"),
+CASES = {  # model, overrides
+    "GLM-4.7-Flash": (LITE, ()),
+    "GLM-4.7": (GLM, ("lora.expert_rank=8",)),
+    "DeepSeek-V3": (DEEPSEEK, ()),
+    "Moonlight": (MOONLIGHT, ("lora.experts=none",)),
+    "Qwen3-30B": (HF, ("lora.expert_rank=8",)),
+    "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",)),
+    "Qwen3-8B": (QWEN3_SMALL, ()),
 }
 
 
@@ -50,7 +50,7 @@ def logprobs_of(policy, plan, batch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_is_the_same_in_peft(name, tmp_path):
-    hf, overrides, form = CASES[name]
+    hf, overrides = CASES[name]
     write_model(tmp_path / "base", hf)
     lora = ("replay=off", "lora.rank=4", "lora.alpha=8", *overrides)
     plan = plan_of(tmp_path / "base", *lora)
@@ -62,7 +62,7 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
         ours = logprobs_of(policy, plan, batch)
         with adapters_of(policy.llm).off():
             base = logprobs_of(policy, plan, batch)
-        save_adapter(folder, factors(policy), plan, topo, form=form)
+        save_adapter(folder, factors(policy), plan, topo)
         drawn = {n: t.clone() for n, t in factors(policy)}
         again = plan_of(tmp_path / "base", *lora, f"lora.weights={folder}")
         started = Policy.build(again, topo, trainable=False)
@@ -77,8 +77,8 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
     theirs.save_pretrained(tmp_path / "again")
     assert plan.lora is not None
     table = adapters_of(started.llm).table
-    back = PeftFolder(tmp_path / "again", plan.lora, plan.sizes, table, {})
-    assert all(torch.equal(back(n)[:], tensor) for n, tensor in drawn.items())
+    saved_by_peft = read_adapter(tmp_path / "again", plan.lora, plan.sizes, table, ())
+    assert all(torch.equal(saved_by_peft[n], tensor) for n, tensor in drawn.items())
 
 
 def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd):
@@ -91,10 +91,10 @@ def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd
         draw_b(policy.llm)
         ours = logprobs_of(policy, plan, batch)
         policy.save(run / "checkpoints/step-0")
-        save_adapter(tmp_path / "wanted", factors(policy), plan, topo, form="fused")
+        save_adapter(tmp_path / "wanted", factors(policy), plan, topo)
         whole = Policy.build(plan_of(tmp_path / "base", "replay=off"), topo)
         whole.save(tmp_path / "whole/checkpoints/step-0")
-    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter", "fused"]) == 0
+    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     for file in (CONFIG_FILE, TENSORS):
         assert (tmp_path / "adapter" / file).read_bytes() == (
             tmp_path / "wanted" / file
@@ -102,5 +102,5 @@ def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd
     assert export.main([str(run), str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(ours, exact_logprobs(merged, batch), atol=1e-5, rtol=0)
-    assert export.main([str(tmp_path / "whole"), str(tmp_path / "none"), "--adapter", "fused"]) == 1
+    assert export.main([str(tmp_path / "whole"), str(tmp_path / "none"), "--adapter"]) == 1
     assert "step-0 has no adapters" in capfd.readouterr().err

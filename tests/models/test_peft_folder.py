@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyrl_ext.models.lora_table import adapter_table
-from pyrl_ext.models.peft_folder import CONFIG, TENSORS, Form, PeftFolder, write_adapter
+from pyrl_ext.models.peft_folder import CONFIG, TENSORS, read_adapter, write_adapter
 from tests.helpers.tiny import CONFIG as GLM
 from tests.helpers.tiny import QWEN3, tiny_plan
 
@@ -32,17 +32,17 @@ def random_factors(plan):
 
 
 def written(
-    folder: Path, form: Form = "single", *overrides: str, config: Path = QWEN3
+    folder: Path, *overrides: str, config: Path = QWEN3
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """(plan, factors) of random adapters in ``folder``."""
     plan = tiny_plan(*LORA, *overrides, config=config)
     factors = random_factors(plan)
-    write_adapter(folder, factors, plan, form)
+    write_adapter(folder, factors, plan)
     return plan, factors
 
 
 def read(folder, plan, **ignored):
-    return PeftFolder(folder, plan.lora, plan.sizes, table_of(plan), ignored)
+    return read_adapter(folder, plan.lora, plan.sizes, table_of(plan), ignored)
 
 
 def changed(folder, tensors=None, **keys):
@@ -54,7 +54,6 @@ def changed(folder, tensors=None, **keys):
         save_file({n: t for n, t in held.items() if t is not None}, folder / TENSORS)
 
 
-@pytest.mark.parametrize("form", ["single", "fused"])
 @pytest.mark.parametrize(
     "config, overrides",
     [
@@ -66,62 +65,50 @@ def changed(folder, tensors=None, **keys):
         (GLM, ("lora.targets=[down_proj]", "lora.experts=shared_outer")),
     ],
 )
-def test_peft_folder_gives_back_what_was_written(form, config, overrides, tmp_path):
-    plan, factors = written(tmp_path, form, *overrides, config=config)
-    folder = read(tmp_path, plan)
-    assert folder.one_a == []
-    assert all(torch.equal(folder(name)[:], tensor) for name, tensor in factors.items())
-    names = load_file(tmp_path / TENSORS)
-    experts = [n for n in names if ".experts." in n]
-    layers = len({n.split(".layers.")[1].split(".")[0] for n in experts})
-    per_layer = 4 if form == "fused" else 6 * plan.sizes.num_experts
-    assert len(experts) == layers * per_layer
-    assert layers == (0 if plan.lora.experts == "none" else len(plan.router_layers))
+def test_peft_folder_gives_back_what_was_written(config, overrides, tmp_path):
+    plan, factors = written(tmp_path, *overrides, config=config)
+    read_back = read(tmp_path, plan)
+    assert read_back.keys() == factors.keys()
+    assert all(torch.equal(read_back[name], tensor) for name, tensor in factors.items())
+    experts = [n for n in load_file(tmp_path / TENSORS) if ".experts." in n]
+    layers = 0 if plan.lora.experts == "none" else len(plan.router_layers)
+    assert len(experts) == layers * 6 * plan.sizes.num_experts
 
 
-def test_write_adapter_fuses_as_peft_has_it(tmp_path):
-    """B A of each expert, sliced out of the file by the order that peft documents."""
-    plan, factors = written(tmp_path, "fused")
-    a, b = (load_file(tmp_path / TENSORS)[f"{PAIR}.lora_{x}.weight"] for x in "AB")
-    number = plan.sizes.num_experts
-    rank = 2 * plan.lora.rank
-    for e in range(number):
-        delta = b[:, e::number] @ a[e * rank : (e + 1) * rank]
-        name = f"model.layers.1.mlp.experts.{e}.{{}}_proj.lora_{{}}.weight"
-        parts = [
-            factors[name.format(k, "B")] @ factors[name.format(k, "A")] for k in ("gate", "up")
-        ]
-        torch.testing.assert_close(delta, torch.cat(parts))
+def fuse(folder, plan, gate_and_up):
+    """Write the pairs of every layer's experts as peft does: ``gate_and_up``, and random down."""
+    width = plan.sizes.moe_intermediate_size
+    wide = plan.sizes.num_experts * plan.lora.rank
+    down = (torch.randn(wide, width), torch.randn(plan.sizes.hidden_size, wide))
+    tensors = {n: None for n in load_file(folder / TENSORS) if ".experts." in n}
+    for layer in plan.router_layers:
+        experts = EXPERTS.replace("layers.1.", f"layers.{layer}.")
+        for module, pair in ((f"{experts}.base_layer", gate_and_up), (experts, down)):
+            for letter, tensor in zip("AB", pair, strict=True):
+                tensors[f"{module}.lora_{letter}.weight"] = tensor.clone()
+    changed(folder, tensors)
+    return down
 
 
-def test_peft_folder_starts_gate_and_up_with_an_A_they_share(tmp_path):
-    plan, factors = written(tmp_path, "fused")
+def test_read_adapter_starts_gate_and_up_with_an_A_they_share(tmp_path):
+    plan, _ = written(tmp_path)
     number = plan.sizes.num_experts
     rank = plan.lora.rank
     width = plan.sizes.moe_intermediate_size
-    hidden = plan.sizes.hidden_size
-    a = torch.randn(number * rank, hidden)
+    a = torch.randn(number * rank, plan.sizes.hidden_size)
     b = torch.randn(2 * width, rank * number)
-    foreign = {f"{PAIR}.lora_A.weight": a, f"{PAIR}.lora_B.weight": b}
-    changed(tmp_path, foreign, rank_pattern={}, alpha_pattern={})
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj has rank 8 .* expected 4"):
-        read(tmp_path, plan)  # the other layers' are still of rank 2 r
-    for layer in plan.router_layers:
-        moved = {n.replace("layers.1.", f"layers.{layer}."): t for n, t in foreign.items()}
-        changed(tmp_path, moved)
-    folder = read(tmp_path, plan)
-    assert folder.one_a == [f"model.layers.{i}.mlp.experts" for i in plan.router_layers]
+    _, down_b = fuse(tmp_path, plan, (a, b))
+    factors = read(tmp_path, plan)
     for e in range(number):
         name = f"model.layers.1.mlp.experts.{e}.{{}}_proj.lora_{{}}.weight"
         for kind, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
-            assert torch.equal(folder(name.format(kind, "A"))[:], a[e * rank : (e + 1) * rank])
-            assert torch.equal(folder(name.format(kind, "B"))[:], b[rows, e::number])
-        down = name.format("down", "B")
-        assert torch.equal(folder(down)[:], factors[down])
+            assert torch.equal(factors[name.format(kind, "A")], a[e * rank : (e + 1) * rank])
+            assert torch.equal(factors[name.format(kind, "B")], b[rows, e::number])
+        assert torch.equal(factors[name.format("down", "B")], down_b[:, e::number])
 
 
 def test_peft_folder_reads_no_zero_adapters_and_none_that_are_ignored(tmp_path):
-    plan, _ = written(tmp_path, "single", "lora.targets=[q_proj]")
+    plan, _ = written(tmp_path, "lora.targets=[q_proj]")
     base = "base_model.model.model.layers.{}.self_attn.k_proj.lora_{}.weight"
     more = {base.format(0, "A"): torch.randn(4, 64), base.format(0, "B"): torch.zeros(32, 4)}
     changed(tmp_path, more | {base.format(9, x): torch.ones(4, 4) for x in "AB"})
@@ -133,7 +120,7 @@ def test_peft_folder_reads_no_zero_adapters_and_none_that_are_ignored(tmp_path):
 
 
 def test_peft_folder_refuses_what_the_run_cannot_hold(tmp_path):
-    plan, _ = written(tmp_path, "single", "lora.targets=[q_proj, gate]")
+    plan, _ = written(tmp_path, "lora.targets=[q_proj, gate]")
     good = json.loads((tmp_path / CONFIG).read_text())
     for keys, match in [
         ({"use_dora": True}, "'use_dora': True"),
@@ -170,20 +157,25 @@ def replace_lora(plan, **keys):
     return plan.model_copy(update={"lora": plan.lora.model_copy(update=keys)})
 
 
-def test_peft_folder_refuses_experts_that_cannot_be_taken_apart(tmp_path):
-    plan, _ = written(tmp_path, "fused")
-    b = load_file(tmp_path / TENSORS)[f"{PAIR}.lora_B.weight"]
-    changed(tmp_path, {f"{PAIR}.lora_B.weight": torch.ones_like(b)})
-    name = "model.layers.1.mlp.experts.0.up_proj.lora_A.weight"
+def test_read_adapter_refuses_fused_experts_that_do_not_fit(tmp_path):
+    plan, _ = written(tmp_path)
+    number = plan.sizes.num_experts
+    rank = plan.lora.rank
+    width = plan.sizes.moe_intermediate_size
+    a = torch.randn(2 * rank * number, plan.sizes.hidden_size)
+    b = torch.ones(2 * width, 2 * rank * number)
+    fuse(tmp_path, plan, (a, b))
+    twice = {"rank_pattern": {"gate_up_proj": 8}, "alpha_pattern": {"gate_up_proj": 16}}
+    with pytest.raises(ValueError, match=r"gate_up_proj has rank 8 \(4 by .* expected 4"):
+        read(tmp_path, plan)
+    changed(tmp_path, **twice)
     with pytest.raises(ValueError, match=r"share factors of rank 8.*Set lora.expert_rank to 8"):
-        read(tmp_path, plan)(name)[:]
-    as_told = replace_lora(plan, expert_rank=8, alpha=8.0)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj is added times 2, expected 1"):
-        read(tmp_path, as_told)
+        read(tmp_path, plan)
     changed(tmp_path, {f"{PAIR}.lora_B.weight": b[:, 1:].contiguous()})
     with pytest.raises(ValueError, match=r"expected A \[E r, in\] and B \[out, r E\]"):
         read(tmp_path, plan)
+    fuse(tmp_path, plan, (a[: rank * number], b[:, : rank * number]))
+    changed(tmp_path, rank_pattern={}, alpha_pattern={})
     shared = replace_lora(plan, experts="shared_outer")
-    changed(tmp_path, {f"{PAIR}.lora_B.weight": b})
     with pytest.raises(ValueError, match="differs between experts"):
-        read(tmp_path, shared)("model.layers.1.mlp.experts.gate_proj.lora_A.weight")
+        read(tmp_path, shared)

@@ -44,7 +44,7 @@ def test_of_layers_equals_a_plain_loop(device, rows, replayed, asked, missing):
             assert not known and not any(padding)
             continue
         from_engine = [known and row >= 0 and row not in missing for row in rows]
-        assert found.from_engine[:, 0].tolist() == from_engine
+        assert found.from_engine.tolist() == from_engine
         use = [True] * len(rows) if found.use is None else found.use.tolist()
         assert use == [a or b for a, b in zip(from_engine, padding, strict=True)]
         is_token = [True] * len(rows) if found.is_token is None else found.is_token.tolist()

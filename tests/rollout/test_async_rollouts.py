@@ -410,11 +410,7 @@ def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     save_samples(file, [other_routes(s) if s.weight_version == 1 else s for s in older], step=3)
     run("other-routes", *played, "rollout.ahead=2")
     row = read_rows(tmp_path / "other-routes/metrics.jsonl")[-1]
-    rows = [sum(int(s.route_mask[:-1].sum()) for s in older if s.index % 2 == i) for i in range(2)]
-    agree = [row["age/agree_topk_2"], row["age/agree_topk_1"]]
-    assert agree[0] < 0.9 and agree[1] == 1 and row["age/share_1"] < 1
-    mean = sum(n * share for n, share in zip(rows, agree, strict=True)) / sum(rows)
-    assert row["route/agree_topk"] == pytest.approx(mean)
+    assert row["route/agree_topk"] < 1 and row["age/share_1"] < 1
     with pytest.raises(AssertionError):
         run("too-old", *played, "rollout.ahead=1")
     assert "groups of step 3 are left, and" in (tmp_path / "too-old/error.txt").read_text()

@@ -65,7 +65,7 @@ def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, r
             assert routes is None
             continue
         assert routes is not None and routes.use is not None
-        from_engine = routes.from_engine[:, 0]
+        from_engine = routes.from_engine
         rows = ready.micro.rows[from_engine]
         slot = batch.layer_ids.index(layer)
         assert len(rows) > 0
