@@ -20,13 +20,12 @@ from torch.nn import Module
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import with_local_keys, without_states
-from pyrl_ext.parallel.file_digests import ALGORITHM, DIGESTS, find_damage, write_digests
+from pyrl_ext.parallel.file_digests import find_damage, write_digests
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
 COUNTERS = "counters.json"
 PLAN = "plan.json"
-_COUNTERS = {"step": int, "updates": int, "layout": str, "plan": str}
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _WRITING = ".writing"
 _REPLACED = ".replaced"
@@ -80,8 +79,7 @@ def save(
         with quiet():
             dist_checkpointing.save(_state(parts), str(writing))
         if topo.is_main:
-            facts = {"layout": layout(topo), "plan": plan.fingerprint, "digests": ALGORITHM}
-            facts |= {"base": base} if (base := _base(parts)) else {}
+            facts = {"layout": layout(topo), "plan": plan.fingerprint, "base": _base(parts)}
             (writing / PLAN).write_text(plan.to_json())
             (writing / COUNTERS).write_text(json.dumps({**counters, **facts}))
 
@@ -122,11 +120,13 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     problem = None
+    reason = None
     try:
         stage(writing)
     except (Exception, CheckpointException) as error:
         problem = error
-    failed = _problems(None if problem is None else _reason(problem, writing), topo)
+        reason = _last_line(error)
+    failed = _problems(reason, topo)
     if not failed:
         return
     if topo.is_main:
@@ -159,8 +159,7 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
     Returns: the counters that `save` was given.
     Communicates: one gather over the world, then as megatron's load does.
     Raises: ConfigError listing the fields that differ between ``plan`` and the plan that wrote the
-        checkpoint, and must not. ValueError on every rank, naming a damaged file, or if an earlier
-        version of this package wrote the checkpoint in a form that depends on the layout.
+        checkpoint, and must not. ValueError on every rank, naming a damaged file.
     """
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
@@ -212,17 +211,13 @@ def _check_base(folder: Path, saved: str | None, live: str | None) -> None:
 
 
 def _verify(folder: Path, topo: Topology) -> None:
-    """Check this rank's share of the files; a checkpoint of an earlier version has no digests."""
-    problem = None
-    if (folder / DIGESTS).exists():
-        try:
-            problem = find_damage(folder, topo)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    elif "digests" in read_counters(folder):
-        problem = f"{folder / DIGESTS}: missing, expected the digests of the other files"
-    elif topo.is_main:
-        print(f"{folder} has no digests (an earlier version wrote it): not verified", flush=True)
+    """Check this rank's share of the files against the digests."""
+    try:
+        problem = find_damage(folder, topo)
+    except FileNotFoundError as error:
+        problem = f"{error.filename}: missing, expected the digests of the other files"
+    except (ValueError, OSError) as error:
+        problem = str(error)
     if damaged := _problems(problem, topo):
         raise ValueError(
             f"checkpoint: {folder} is damaged ({'; '.join(damaged)}). {_instead(folder)}"
@@ -230,31 +225,8 @@ def _verify(folder: Path, topo: Topology) -> None:
 
 
 def read_counters(folder: Path) -> dict[str, Any]:
-    """The contents of ``counters.json``: the counters, and the run's ``layout`` and ``plan``.
-
-    Raises: ValueError if the file is damaged or an earlier version wrote it.
-    """
-    path = folder / COUNTERS
-    try:
-        counters = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if isinstance(counters, dict) and all(
-            isinstance(counters.get(name), kind) for name, kind in _COUNTERS.items()
-        ):
-            return counters
-        reason = f"holds {str(counters)[:100]}"
-        if isinstance(counters, dict) and [*map(type, counters.values())] == [int, int]:
-            raise ValueError(
-                f"checkpoint: {folder} names no layout in {COUNTERS}, expected one of this "
-                "version, whose checkpoints load under any layout. Start afresh in another run "
-                "folder"
-            )
-    raise ValueError(
-        f"{path}: damaged ({reason}), expected the step, updates, layout and plan of a checkpoint. "
-        f"{_instead(folder)}"
-    )
+    """The contents of ``counters.json``: the counters, and the run's ``layout`` and ``plan``."""
+    return json.loads((folder / COUNTERS).read_bytes())
 
 
 def _instead(folder: Path) -> str:
@@ -328,24 +300,18 @@ def _collect_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
-def _reason(error: BaseException, folder: Path) -> str:
-    """`_last_line`, with what is free on the disk: megatron's writers hide a full one."""
-    held = next((each for each in folder.absolute().parents if each.is_dir()), None)
-    free = f"; {shutil.disk_usage(held).free:,} bytes are free on its file system" if held else ""
-    return _last_line(error) + free
-
-
 def _last_line(error: BaseException) -> str:
     """The message of ``error`` without the tracebacks that torch adds to a CheckpointException; the
     system's own words, such as No space left on device, where an OSError is behind it."""
-    known: BaseException | None = error
-    while known is not None and not isinstance(known, OSError):
-        failures = getattr(known, "failures", None) or {}  # rank -> (error, its stack)
-        known = next((each[0] for each in failures.values()), known.__cause__ or known.__context__)
-    if known is not None and known.strerror:
-        return f"{known.strerror}: {known.filename}" if known.filename else known.strerror
-    lines = [line.strip() for line in f"{error}".splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
+        failures = getattr(cause, "failures", None) or {}  # rank -> (error, its stack)
+        causes = [failure for failure, _ in failures.values()]
+        cause = causes[0] if causes else cause.__cause__ or cause.__context__
+    lines = f"{error}".strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def _state(parts: Sequence[SavedModule]) -> dict[str, Any]:

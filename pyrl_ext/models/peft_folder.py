@@ -95,22 +95,20 @@ def read_adapter(
     config = _read_config(folder / CONFIG)
     factors: dict[str, Tensor] = {}
     for module, (a, b) in _read_modules(folder / TENSORS).items():
-        name = module
-        rank = len(a)
-        multiple = 1
         fused = _FUSED.fullmatch(module)
         if fused is None:
+            _check_scale(folder, module, config, lora, len(a))
             factors[f"{module}.lora_A.weight"] = a
             factors[f"{module}.lora_B.weight"] = b
-        else:
-            kinds = _fused_kinds(f"{folder}: {module}", a, b, sizes)
-            rank //= sizes.num_experts
-            if len(kinds) == 2 and rank == 2 * lora.rank_of(True):
-                multiple = 2  # gate and up have an A each
-            name = f"{fused[1]}.{'_'.join(kinds)}_proj"
-        _check_scale(f"{folder}: {name}", name, config, lora, rank, multiple)
-        if fused is not None:
-            factors |= _split_fused(fused[1], a, b, sizes.num_experts, kinds, multiple)
+            continue
+        number = sizes.num_experts
+        kinds = _fused_kinds(f"{folder}: {module}", a, b, sizes)
+        # 2: gate and up have an A each
+        multiple = 2 if kinds == _KINDS[:2] and len(a) == 2 * number * lora.rank_of(True) else 1
+        _check_scale(
+            folder, f"{fused[1]}.{'_'.join(kinds)}_proj", config, lora, len(a) // number, multiple
+        )
+        factors |= _split_fused(fused[1], a, b, number, kinds, multiple)
     _check_names(folder, factors, table, sizes.num_experts, ignored)
     names = [name for row in table for name in row.hf_names]
     return {name: _one(folder, name, factors, sizes.num_experts) for name in names}
@@ -135,12 +133,12 @@ def _read_modules(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (pair["A"], pair["B"]) for module, pair in modules.items()}
 
 
-def _fused_kinds(where: str, a: Tensor, b: Tensor, sizes: ModelSizes) -> list[str]:
+def _fused_kinds(where: str, a: Tensor, b: Tensor, sizes: ModelSizes) -> tuple[str, ...]:
     """The linears of a fused pair of experts, by its shapes."""
     (rows, inputs), (outputs, columns) = a.shape, b.shape
     hidden = sizes.hidden_size
     width = sizes.moe_intermediate_size
-    kinds = {(hidden, 2 * width): ["gate", "up"], (width, hidden): ["down"]}
+    kinds = {(hidden, 2 * width): _KINDS[:2], (width, hidden): _KINDS[2:]}
     if (inputs, outputs) not in kinds or rows != columns or rows % sizes.num_experts:
         raise ValueError(
             f"adapter: {where} has A [{rows}, {inputs}] and B [{outputs}, {columns}], expected A "
@@ -179,9 +177,10 @@ def _split_fused(
 
 
 def _check_scale(
-    where: str, module: str, config: Mapping[str, Any], lora: Lora, rank: int, multiple: int
+    folder: Path, module: str, config: Mapping[str, Any], lora: Lora, rank: int, multiple: int = 1
 ) -> None:
     """Refuse what the run's ranks or alpha cannot hold; ``multiple`` as in `_split_fused`."""
+    where = f"{folder}: {module}"
     expert = ".experts." in module
     expected = lora.rank_of(expert)
     key = "expert_rank" if expert else "rank"
