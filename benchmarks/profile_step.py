@@ -37,7 +37,7 @@ WARM_STEPS = 3
 
 def roll_out(step: RolloutStep, number: int, clock: Clock) -> tuple[BatchShard, BatchIndex]:
     """Publish the weights, generate the samples of a step, and make rows of them."""
-    step.publish(number, clock)
+    step.sync_weights(number, clock)
     rollout = step.take(number, clock)
     return step.batch_of(rollout, clock), rollout.index
 

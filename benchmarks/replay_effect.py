@@ -48,7 +48,7 @@ def run_steps(
     replayed = []
     scores = []
     for number in track(range(steps), "steps"):
-        step.publish(number, clock)
+        step.sync_weights(number, clock)
         rollout = step.take(number, clock)
         shard = step.batch_of(rollout, clock)
         own = step.policy.scores(shard, replay=False)

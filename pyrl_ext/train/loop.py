@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from pyrl_ext.train.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.train.folder import RunFolder
 from pyrl_ext.train.interrupt import Interrupt
 from pyrl_ext.train.profile import peak_memory, profiled
-from pyrl_ext.trainer.build import build_step
-from pyrl_ext.trainer.step import Step
+from pyrl_ext.trainer.sft import SftStep
+from pyrl_ext.trainer.step import RolloutStep, Step
 
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
 
@@ -45,7 +46,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
         for number in range(first, plan.steps):
             heartbeat.step = number
             with profiled(plan, topo.device, number), clock("time/step"):
-                row = {"step": number} | step.publish(number, clock)
+                row = {"step": number} | step.sync_weights(number, clock)
                 if plan.evaluate.every and number % plan.evaluate.every == 0:
                     row |= step.evaluate(clock)
                 rollout = step.take(number, clock)
@@ -70,6 +71,17 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     return policy.step >= plan.steps
 
 
+def build_step(plan: Plan, topo: Topology, show: Callable[[str], None] | None = None) -> Step:
+    """Everything the plan names; bad data, rewards or losses fail before a model is built.
+
+    Args:
+        show: takes a line of text as samples come.
+    """
+    if plan.has_rollouts:
+        return RolloutStep.build(plan, topo, show)
+    return SftStep.build(plan, topo)
+
+
 def speed(clock: Clock, index: BatchIndex) -> dict[str, float]:
     seconds = clock.take()
     return seconds | {"tokens_per_s": int(index.starts[-1]) / seconds["time/step"]}
@@ -79,7 +91,7 @@ def finish(step: Step, run: RunFolder, clock: Clock) -> None:
     """After the last step: evaluate the final weights once more, and report."""
     reached = step.policy.step
     if reached == run.plan.steps and run.plan.evaluate.every:
-        step.publish(reached, clock)
+        step.sync_weights(reached, clock)
         last = {"step": reached} | step.evaluate(clock)
         step.onload(clock)
         run.write(last | clock.take())

@@ -44,7 +44,7 @@ Metrics = dict[str, float]
 class Step(ABC):
     """The parts of a run that a step needs, and the step's phases in their order.
 
-    A step is `publish`, `take`, `onload`, `batch_of`, `score`, `update`. Each method takes
+    A step is `sync_weights`, `take`, `onload`, `batch_of`, `score`, `update`. Each method takes
     ``phase``, a function that surrounds a named phase, such as a `Clock`. Every method is a
     collective over all ranks.
 
@@ -78,7 +78,7 @@ class Step(ABC):
         if self.engine is not None:
             self.engine.close()
 
-    def publish(self, version: int, phase: Phase) -> Metrics:
+    def sync_weights(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to whatever generates samples."""
         return {}
 
@@ -221,7 +221,7 @@ class RolloutStep(Step):
         """See `Step.engine`."""
         return self.rollouts.engine
 
-    def publish(self, version: int, phase: Phase) -> Metrics:
+    def sync_weights(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to the engine and offload what ``rollout.offload_trainer`` names (the
         weights last: the engine reads them)."""
         rollout = self.plan.rollout

@@ -37,7 +37,7 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.trainer.build import build_step
+from pyrl_ext.train.loop import build_step
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
@@ -165,7 +165,7 @@ class Bench:
             return phase(PHASE_OF[name]) if name in PHASE_OF else nullcontext()
 
         step = self.step
-        step.publish(number, phases)
+        step.sync_weights(number, phases)
         rollout = step.take(number, phases)
         step.onload(phases)
         self.longest = (

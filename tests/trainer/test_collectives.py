@@ -104,7 +104,7 @@ def on_rank(group: Any, folder: Path, runs: dict[str, tuple[str, ...]]) -> dict[
         # not those that make the communicators, in which every group is used
         with counted() as traffic, topology.start(plan, connect=False) as topo:
             step = RolloutStep.build(plan, topo)
-            step.publish(0, clock)
+            step.sync_weights(0, clock)
             rollout = step.take(0, clock)
             shard, old = step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
             step.update(shard, clock)

@@ -27,7 +27,7 @@ def test_the_reference_of_a_step_is_the_base_to_the_bit():
         step = RolloutStep.build(plan, topo)
         assert step.reference is None
         draw_b(step.policy.llm)
-        step.publish(0, clock)
+        step.sync_weights(0, clock)
         rollout = step.take(0, clock)
         shard = step.batch_of(rollout, clock)
         scored, old = step.score(shard, rollout.index, clock)

@@ -60,7 +60,7 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
     clock = Clock()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
-        step.publish(0, clock)
+        step.sync_weights(0, clock)
         rollout = step.take(0, clock)
         shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
         assert not rollout.samples  # they are rows now
@@ -116,7 +116,7 @@ def skips() -> list[Skipped]:
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
         for groups in (0, 2, 4):
-            step.publish(len(found), clock)
+            step.sync_weights(len(found), clock)
             before = {n: x.clone() for n, x in step.policy.weights()}
             known = step.policy.updates
             rollout = without_loss_tokens(step.take(0, clock), groups)
@@ -235,7 +235,7 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
         assert names == ["engine", "trainer", "trainer"]  # the last is the frozen reference
         empty, asleep, trainer = (size for _, size in held)
         assert empty < asleep < weights / 10 and trainer > 2 * weights
-        step.publish(0, Clock())  # the engine has its memory again
+        step.sync_weights(0, Clock())  # the engine has its memory again
         assert live_bytes() > trainer + 2 * weights
         step.close()
 
@@ -257,7 +257,7 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
     monkeypatch.setattr(policy, "stream_of", lambda device: current[0])
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
-        step.publish(0, clock)
+        step.sync_weights(0, clock)
         rollout = step.take(0, clock)
         shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
         step.update(shard, clock)
@@ -281,7 +281,7 @@ def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
     store: Any = dist.distributed_c10d._get_default_store()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
-        step.publish(0, clock)
+        step.sync_weights(0, clock)
         sleep = step.engine.sleep
         onload = step.policy.onload
 

@@ -44,7 +44,7 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
         step = RolloutStep.build(plan, topo)
         for parameter in step.policy.llm.named_parameters().values():  # k is not 0 everywhere
             parameter.data.mul_(1.01)
-        step.publish(0, clock)
+        step.sync_weights(0, clock)
         rollout = step.take(0, clock)
         shard = step.batch_of(rollout, clock)
         index = rollout.index

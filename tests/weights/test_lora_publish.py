@@ -134,7 +134,7 @@ def test_an_engine_that_leaves_adapters_out_is_found():
         draw_b(step.policy.llm)
 
         def trained_batch(number: int) -> dict[str, float]:
-            metrics = step.publish(number, clock)
+            metrics = step.sync_weights(number, clock)
             rollout = step.take(number, clock)
             step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
             return metrics
