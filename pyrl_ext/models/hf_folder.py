@@ -87,23 +87,23 @@ class SafetensorsFolder:
                 f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
             )
         self._stored: dict[str, StoredTensor] = {}
-        found: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for file in files:
             opened = open_safetensors(file)
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                if name in found:
+                if name in file_of:
                     raise ValueError(
-                        f"checkpoint: {name} is in {self.folder}/{found[name]} and in {file.name}, "
-                        "expected it in one file. Keep the files of one checkpoint"
+                        f"checkpoint: {name} is in {self.folder}/{file_of[name]} and in "
+                        f"{file.name}, expected it in one file. Keep the files of one checkpoint"
                     )
-                found[name] = file.name
+                file_of[name] = file.name
                 self._stored |= _parts(name, opened.get_slice(name), hidden)
-        for name, file in index.items():
-            if found.get(name) != file:
-                raise ValueError(
-                    f"checkpoint: {self.folder / INDEX} says that {name} is in {file}, but it is "
-                    f"in {found.get(name, 'none of its files')}. Fetch index and files again"
-                )
+        if wrong := sorted(index.items() - file_of.items()):
+            name, file = wrong[0]
+            raise ValueError(
+                f"checkpoint: {self.folder / INDEX} says that {name} is in {file}, but it is in "
+                f"{file_of.get(name, 'none of its files')}. Fetch index and files again"
+            )
 
     def _index(self) -> dict[str, str]:
         """Tensor -> file according to the index; empty if there is no index."""
@@ -212,46 +212,6 @@ def stacked(named: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple
             del parts[fused]
 
 
-class _Writer:
-    """Writes tensors into files of at most ``limit`` bytes; holds one file at a time."""
-
-    def __init__(self, folder: Path, limit: int):
-        self.folder = folder
-        self.limit = limit
-        self.files: list[dict[str, int]] = []  # tensor -> bytes
-        self._kept: dict[str, Tensor] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        held = sum(t.nbytes for t in self._kept.values())
-        if self._kept and held + tensor.nbytes > self.limit:
-            self._flush()
-        self._kept[name] = tensor
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        file = self.folder / f"{len(self.files)}.part"
-        save_file(self._kept, file, metadata={"format": "pt"})
-        self.files.append({name: tensor.nbytes for name, tensor in self._kept.items()})
-        self._kept = {}
-
-    def finish(self) -> None:
-        """Write the last file and the index; rename the files, whose names contain their number."""
-        self._flush()
-        count = len(self.files)
-        where = {}
-        for i, names in enumerate(self.files):
-            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
-            file = file if count > 1 else "model.safetensors"
-            part = (self.folder / f"{i}.part").rename(self.folder / file)
-            shutil.copymode(self.folder / "config.json", part)  # safetensors: for the owner alone
-            where |= dict.fromkeys(names, file)
-        if count > 1:
-            size = sum(sum(names.values()) for names in self.files)
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
 def save_safetensors(
     folder: Path,
     named: Iterable[tuple[str, Tensor]],
@@ -267,14 +227,46 @@ def save_safetensors(
         dtype: of the tensors in the files, except the routers' selection bias; None: unchanged.
         max_shard_bytes: of a file, and of host memory; a larger tensor gets a file to itself.
     """
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    writer = _Writer(folder, max_shard_bytes)
+    files: list[list[str]] = []
+    total = 0
+    for tensors in _by_file(named, dtype, max_shard_bytes):
+        save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append([*tensors])
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # before the next ones are copied
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(files):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        part = (folder / f"{i}.part").rename(folder / file)
+        shutil.copymode(folder / "config.json", part)  # safetensors: for the owner alone
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _by_file(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int
+) -> Iterator[dict[str, Tensor]]:
+    """``named`` on the host, as many tensors at a time as ``limit`` bytes hold."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in named:
         kind = None if name.endswith("e_score_correction_bias") else dtype
-        kept = tensor.detach().to("cpu", kind, copy=True)
-        writer.add(name, kept.contiguous())
-    writer.finish()
+        copied = tensor.detach().to("cpu", kind, copy=True).contiguous()
+        size += copied.nbytes
+        if tensors and size > limit:
+            yield tensors
+            tensors = {}
+            size = copied.nbytes
+        tensors[name] = copied
+    yield tensors
 
 
 def write_hf(
