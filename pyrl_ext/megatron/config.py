@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.megatron.te import te_fields
 from pyrl_ext.ops import squared
 from pyrl_ext.ops.dtypes import dtype_of
@@ -19,6 +18,19 @@ from pyrl_ext.plan.model.towers import Tower
 
 # by their names in HF configs
 ACTIVATIONS = {"silu": F.silu, "relu2": squared}
+
+# Fields of megatron's config that the local backend requires: it has no fused kernels.
+LOCAL_FIELDS = {
+    "transformer_impl": "local",
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,  # checked with megatron's own; then `decoder_spec` has ours
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
 
 
 def transformer_config(plan: Plan, topo: Topology) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch.nn import Module
 
 from pyrl_ext.megatron.config import transformer_config
-from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
 from pyrl_ext.megatron.suppress_warnings import quiet
-from pyrl_ext.megatron.te import te_mtp_spec, te_spec, use_kernels
+from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
@@ -18,20 +17,19 @@ def build_chunks(plan: Plan, topo: Topology) -> list[Module]:
 
     from pyrl_ext.megatron.image_features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
+    from pyrl_ext.megatron.spec import decoder_spec, mtp_spec
     from pyrl_ext.megatron.state_layers import put_kinds
 
     sizes = plan.sizes
     if reasons := sizes.unsupported():
         raise NotImplementedError(f"model.config: {reasons[0]}")
     use_kernels(plan.model.backend)
-    of_te = plan.model.backend == "te"
-    spec, mtp_spec = (te_spec, te_mtp_spec) if of_te else (local_spec, local_mtp_spec)
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))
     chunks: list[Module] = []
     with quiet():
         config = transformer_config(plan, topo)
         for stage in stages:
-            block = spec(config, stage, topo.pp_rank)
+            block = decoder_spec(config, stage, topo.pp_rank)
             put_kinds(block, sizes, plan.stages[topo.pp_rank][stage or 0].layers)
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,

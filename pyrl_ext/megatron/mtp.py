@@ -14,13 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-    get_mtp_num_layers_to_build,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -57,11 +51,7 @@ class MultiTokenGPT(FeatureGPT):
             )
         if not self.post_process:
             return hidden_states
-        if output_processor is None:
-            raise TypeError(
-                "MultiTokenGPT: output_processor is None, expected a function of the hidden states "
-                "of each depth"
-            )
+        assert output_processor is not None
         weight: Any = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -106,17 +96,3 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         ):  # detached: recomputation needs one input that wants a gradient
             hidden.requires_grad_(True)
         return None, None, None, ahead, hidden
-
-
-def layers_here(config: Any, vp_stage: int | None) -> int:
-    """MTP layers in this rank's model chunk ``vp_stage``."""
-    return get_mtp_num_layers_to_build(config, vp_stage=vp_stage) if config.mtp_num_layers else 0
-
-
-def block_spec(layer: ModuleSpec, num_layers: int, norm: Any, linear: Any) -> Any:
-    """``num_layers`` times norms, projection ``linear`` of [2h] to [h], and ``layer``."""
-    parts = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=linear, mtp_model_layer=layer
-    )
-    spec = ModuleSpec(module=PackedMTPLayer, submodules=parts)
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)

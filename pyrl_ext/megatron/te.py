@@ -65,69 +65,6 @@ def te_fields(plan: Plan) -> dict[str, Any]:
     return fields
 
 
-def te_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
-    """megatron's decoder block spec of TransformerEngine's layers, with packed attention.
-
-    Raises: RuntimeError if megatron cannot import TransformerEngine.
-    """
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    from pyrl_ext.megatron.image_features import FeatureLayer
-
-    if not HAVE_TE:
-        raise RuntimeError(
-            "model.backend: te, but megatron-core could not import transformer_engine, expected it "
-            "to; megatron takes its own layers then and says nothing. Try: python -c 'import "
-            "transformer_engine.pytorch.fp8'"
-        )
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
-    )
-    for layer in spec.layer_specs:  # type: ignore[union-attr]
-        layer.module = FeatureLayer
-        _fit(layer, config)
-    return spec
-
-
-def te_mtp_spec(config: Any, vp_stage: int | None) -> Any:
-    """The MTP layers of this model chunk, each a decoder layer with experts; None without any."""
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    from pyrl_ext.megatron import mtp
-
-    if not mtp.layers_here(config, vp_stage):
-        return None
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-    _fit(layer, config)
-    return mtp.block_spec(layer, config.mtp_num_layers, norm=TENorm, linear=TEColumnParallelLinear)
-
-
-def _fit(layer: Any, config: Any) -> None:
-    """Put attention over packed sequences into one layer spec."""
-    from megatron.core.extensions.transformer_engine import TELinear
-    from megatron.core.transformer import multi_latent_attention
-
-    from pyrl_ext.megatron.local_layers import LatentAttention
-    from pyrl_ext.megatron.packed_attention import PackedAttention
-    from pyrl_ext.megatron.te_attention import TEAttention
-
-    attention = layer.submodules.self_attention
-    own = config.cp_comm_type is not None
-    attention.submodules.core_attention = TEAttention if own else PackedAttention
-    if config.multi_latent_attention:
-        # takes the projections as the spec has them: megatron-core 0.19.2 would put a norm that no
-        # checkpoint has before queries that are not compressed
-        attention.module = LatentAttention
-        multi_latent_attention.TELinear = TELinear  # the local backend puts its own class there
-
-
 def use_kernels(backend: str) -> None:
     """Let megatron take ``backend``'s Adam, its kernels of norm, scale and copy, and its product of
     routers.

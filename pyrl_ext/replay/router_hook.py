@@ -248,9 +248,10 @@ class Replay:
             total[hook.layer_id] = hook.counts
         total = total.cpu()
         dist.all_reduce(total)
+        counts: list[list[float]] = total.tolist()
         return {
             layer: Agreement(rows * shared / experts, equal, rows)
-            for layer, (shared, equal, rows, experts) in enumerate(total.tolist())
+            for layer, (shared, equal, rows, experts) in enumerate(counts)
             if rows
         }
 

@@ -64,7 +64,7 @@ def tower_config(plan: Plan, pp: int, tp: int) -> Any:
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
+    from pyrl_ext.megatron.config import LOCAL_FIELDS
 
     dtype = dtype_of(plan.model.dtype)
     return TransformerConfig(

@@ -24,7 +24,7 @@ from tests.helpers import passes
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import MEASURED
-from tests.helpers.tiny import CONFIG, random_batch, schedule_of, tiny_plan
+from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 from tests.parity import BOUNDS, apart, compiled
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -258,15 +258,3 @@ def test_train_learns_the_same_with_the_fused_head(tmp_path):
         assert a.keys() == b.keys()
         names = [n for n in a if not n.startswith(MEASURED)]
         assert [a[n] for n in names] == pytest.approx([b[n] for n in names], rel=1e-5, abs=1e-5)
-
-
-def test_MultiTokenGPT_says_what_it_needs(folder):
-    with topology.start(plan := compiled("glm mtp", folder)) as topo:
-        policy = Policy.build(plan, topo)
-        batch = random_batch(2)
-        [(_, ready)] = passes.prefetch(
-            policy, batch, schedule_of([[0, 1]]), replayed=False
-        ).microbatches(0)
-        inputs = ready.micro.tokens[None], ready.packed.positions[None], None
-        with pytest.raises(TypeError, match="output_processor is None, expected a function"):
-            unwrap(policy.llm.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)

@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from pyrl_ext.megatron.config import _common, transformer_config
-from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
+from pyrl_ext.megatron.config import LOCAL_FIELDS, _common, transformer_config
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main

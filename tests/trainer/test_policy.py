@@ -3,35 +3,26 @@ leaves behind, and that each mend of megatron-core is needed."""
 
 import os
 from collections import deque
-from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks.whole import microbatch
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.megatron import spec_local
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.model.families.deepseek_v3 import Glm4MoeLite
 from pyrl_ext.replay import router_hook
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
-from tests.helpers.probe import Probe, local_rows
+from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import schedule_of
 from tests.parity import (
     BOUNDS,
     LAYOUTS,
-    MODELS,
     apart,
     compiled,
-    feature_pairs,
-    pairwise_cover,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -85,11 +76,6 @@ def on_many(group, layouts, folder):
         found["exception"] = [
             after_an_exception(folder, (f"parallel.{name}=2",)) for name in ("dp", "cp")
         ]
-        found["unmended"] = {
-            "down projections": unmended_projections(folder),
-            "padding": unmended_padding(folder),
-            "roll": unmended_roll(group, folder),
-        }
     return found
 
 
@@ -186,89 +172,6 @@ def test_accumulate_leaves_nothing_behind_after_an_exception(ranks):
         assert off == 0
 
 
-# mends ---------------------------------------------------------------------------------------
-
-
-def unmended_projections(folder):
-    """Worst gradient deviation at tp2 with megatron's own down projections."""
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-    fit = spec_local._fit
-
-    def as_megatron_has_it(layer, config):
-        parts = layer.submodules.self_attention.submodules
-        theirs = parts.linear_q_down_proj, parts.linear_kv_down_proj
-        fit(layer, config)
-        parts.linear_q_down_proj, parts.linear_kv_down_proj = theirs
-        layer.submodules.self_attention.module = MLASelfAttention
-
-    def split_rows(sizes, row):
-        row = renamed(sizes, row)
-        return replace(row, shard="rows") if "_down_proj" in row.megatron_name else row
-
-    renamed = Glm4MoeLite.renamed
-    with (
-        patch.object(spec_local, "_fit", as_megatron_has_it),
-        patch.object(Glm4MoeLite, "renamed", split_rows),
-    ):
-        return worst(folder, ("parallel.tp=2",))["grad"]
-
-
-def unmended_padding(folder):
-    """Worst change of a parameter or bias at cp2 when padding rows count as load."""
-    with patch.object(router_hook, "leave_out_padding", lambda router, used: None):
-        return worst(folder, ("parallel.cp=2",))["change"]
-
-
-def worst(folder, overrides):
-    got = parity.train_steps(compiled("glm", folder, overrides), MODELS["glm"].mtp_routes)
-    return parity.deviations(got, torch.load(folder / "glm.pt", weights_only=False))
-
-
-def unmended_roll(group, folder):
-    """Rows in which megatron's roll of a padded, packed stream at cp2 differs from the next token,
-    where the sample has one; the same for the batch's own tokens ahead. (With a sample of one row
-    megatron's raises an IndexError.)"""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-    plan = compiled(SPLIT_MODEL, folder, ("parallel.cp=2",))
-    batch = parity.batches(plan, mtp_routes=True)[0]
-    ids = [6, 11, 3]
-    with topology.start(plan) as topo:
-        micro = microbatch(batch, ids, topo.place(), depths=1)
-        ends = [0, *accumulate(batch.seqlens[i] for i in ids)]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
-        tokens = micro.tokens[None]
-        rolled: Any = roll_tensor(tokens, cp_group=topo.groups.cp, packed_seq_params=params)[0]
-        want = {
-            m: int(batch.tokens[row + 1])
-            for m, row in enumerate(local_rows(batch, ids, topo.place()))
-            if row >= 0 and row + 1 < batch.ends[row]
-        }
-        theirs = sum(int(rolled[0, m]) != token for m, token in want.items())
-        ours = sum(int(micro.mtp[0].tokens[m]) != token for m, token in want.items())
-    return theirs, ours
-
-
-def test_spec_local_mends_down_projections_that_lose_a_gradient(ranks):
-    off, name = ranks[2]["unmended"]["down projections"]
-    assert off > 100 * BOUNDS["grad"], name
-
-
-def test_leave_out_padding_mends_padding_that_counts_as_load(ranks):
-    off, name = ranks[2]["unmended"]["padding"]
-    assert name.endswith("e_score_correction_bias")
-    assert off > BOUNDS["change"]
-
-
-def test_Microbatch_rolls_right_where_megatrons_is_wrong_under_cp(ranks):
-    theirs, ours = ranks[2]["unmended"]["roll"]
-    assert theirs > 0
-    assert ours == 0
-
-
 class Forgetful(deque):
     """Keeps no routes for recomputation, so that the newest microbatch's are used."""
 
@@ -310,21 +213,3 @@ def test_router_hook_keeps_the_routes_of_a_microbatch_for_recomputation(folder, 
                     backwards()
                 assert is_checkpointing()  # what megatron leaves behind
         assert policy.llm.replay.is_clear and not is_checkpointing()
-
-
-def test_BOUNDS_are_those_promised():
-    assert BOUNDS["loss"] <= 1e-6
-    assert BOUNDS["grad"] <= 2e-5
-    assert BOUNDS["change"] <= 1e-3
-    titles = [layout.title for some in LAYOUTS.values() for layout in some]
-    assert all(a != b for a, b in pairwise(sorted(titles)))
-
-
-def test_pairwise_cover_keeps_every_pair_with_half_of_the_layouts():
-    table = {ranks: LAYOUTS[ranks] for ranks in (1, 2, 4)}
-    chosen = pairwise_cover(table)
-    everything = [layout for some in table.values() for layout in some]
-    some = [layout for some in chosen.values() for layout in some]
-    assert feature_pairs(some) == feature_pairs(everything)
-    assert len(some) == len(set(some)) <= len(everything) // 2
-    assert all(set(chosen[ranks]) <= set(table[ranks]) for ranks in table)
