@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ from benchmarks.module_cases import (
 from pyrl_ext.megatron import cpu
 from pyrl_ext.pack.encoder_work import Route, meeting
 from pyrl_ext.schedule.pipeline import ahead_of
-from pyrl_ext.trainer.module_pipe import Edge, Outlet, RunsAhead, give
+from pyrl_ext.trainer.module_pipe import Edge, RunsAhead, give
 from tests.helpers.ranks import run_ranks
 
 WAYS = ("megatron", "mended", "edges")
@@ -145,12 +146,12 @@ class Rank:
                 )
         return found
 
-    def _route(self, encoder: str, reader: str) -> Any:
-        def route(micro: int, replica: int, seat: tuple[int, int]) -> Route:
+    def _work(self, encoder: str, reader: str) -> Any:
+        def route(micro: int, replica: int, seat: tuple[int, int], depth: int) -> Route:
             images = images_of(self.case, encoder, micro, replica)
             return meeting(stream_of(images), rows_of(self.case, reader, micro, *seat))
 
-        return route
+        return SimpleNamespace(route=route)
 
     @property
     def rows(self) -> Any:
@@ -187,18 +188,18 @@ class Rank:
         return found
 
     def _by_edges(self, common: dict[str, Any]) -> None:
-        outlets = [
-            Outlet(edge, self._route(*key))
-            for key, edge in self.edges.items()
-            if key[0] == self.name
-        ]
+        fed = [(edge, self._work(*key)) for key, edge in self.edges.items() if key[0] == self.name]
 
         def encode(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
             micro = next(numbers)
             output = chunk(images_of(self.case, self.name, micro, self.replica))
 
             def hand_on(output: Tensor) -> tuple:
-                return give(output, outlets, micro, self.replica, self.groups.tp), NONE, None
+                zeros = [
+                    give(output, [edge], work, micro, self.replica, self.groups.tp)
+                    for edge, work in fed
+                ]
+                return torch.stack(zeros).sum(), NONE, None
 
             return output, hand_on
 
@@ -207,7 +208,7 @@ class Rank:
             taken = []
             for key, edge in self.edges.items():
                 if key[1] == self.name and chunk.first:
-                    taken += edge.take(self._route(*key), micro)
+                    taken += edge.take(self._work(*key), micro)
             return chunk(self.rows(micro), taken), self._loss(chunk, micro)
 
         if self.encodes:

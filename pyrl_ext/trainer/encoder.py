@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.module import Module
-from pyrl_ext.trainer.module_pipe import Edges, Outlet, RunsAhead, embedded_depths, give, swap
+from pyrl_ext.trainer.module_pipe import Edges, RunsAhead, embedded_depths, give, swap
 
 Taken = dict[int, list[tuple[Tensor, Tensor]]]
 """Rows of images as `Edge.take` returns them, by the depth of the MTP layer that embeds them; 0: in
@@ -42,16 +41,16 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
     topo = module.topo
     (chunk,) = module.chunks
     images = shard.images[module.name]
-    route = images.work.route
+    work = images.work
     tower = cast(VisionTower, module.models[0])
-    outlets = [Outlet(edge, partial(route, depth=depth)) for (_, depth), edge in edges.items()]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
         number = next(numbers)
         output, rows_of = forward(module, shard, number)
 
         def hand_on(output: Tensor) -> tuple[Tensor, Tensor, None]:
-            zero = give(rows_of(output), outlets, number, topo.dp_rank, topo.groups.tp)
+            fed = [*edges.values()]
+            zero = give(rows_of(output), fed, work, number, topo.dp_rank, topo.groups.tp)
             return zero, torch.zeros((), dtype=torch.int), None  # the readers count the tokens
 
         return output, hand_on
@@ -60,7 +59,7 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
         _, grids, _ = images.microbatch(number, topo.dp_rank)
         return tower.handed_on(grids, stage)
 
-    num_microbatches = len(images.work.schedule)
+    num_microbatches = len(work.schedule)
     # what a stage receives asks for a gradient, also in a frozen encoder: its graph would be kept
     with torch.set_grad_enabled(not forward_only):
         forward_backward_pipelining_without_interleaving(
@@ -131,8 +130,7 @@ class Features:
         taken: Taken = {depth: [] for depth in embedded_depths(llm.plan, llm.topo, chunk)}
         for (name, depth), edge in self.edges.items():
             if name not in self.modules and depth in taken:
-                route = partial(self.shard.images[name].work.route, depth=depth)
-                taken[depth] += edge.take(route, number)
+                taken[depth] += edge.take(self.shard.images[name].work, number)
         for name in dict.fromkeys(name for name, _ in self.edges) if 0 in taken else ():
             if module := self.modules.get(name):
                 self._encode(module, number, taken)
@@ -149,13 +147,11 @@ class Features:
                 encoded, rows_of = forward(module, self.shard, number)
                 output = rows_of(encoded)
         for (name, depth), edge in self.edges.items():
-            route = partial(work.route, depth=depth)
             if name == module.name and depth in taken:
-                taken[depth] += swap(edge, route, number, replica, output)
+                taken[depth] += swap(edge, work, number, replica, output)
             elif name == module.name and output is not None:  # another stage reads them
-                given = output if edge.trained else output.detach()
-                outlets = [Outlet(edge, route)]
-                zeros.append(give(given, outlets, number, replica, module.topo.groups.tp))
+                rows = output if edge.trained else output.detach()
+                zeros.append(give(rows, [edge], work, number, replica, module.topo.groups.tp))
         if zeros:  # the gradients of that stage come with those of the first
             *others, (rows, values) = taken[0]
             taken[0] = [*others, (rows, values + sum(zeros))]

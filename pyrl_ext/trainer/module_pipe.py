@@ -24,7 +24,7 @@ sender and receiver at once, and the reader's backward goes on through the encod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -37,14 +37,11 @@ from torch import Tensor
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.to_device import to_device
-from pyrl_ext.pack.encoder_work import Route
+from pyrl_ext.pack.encoder_work import EncoderWork, Route
 from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import reading_stage, source_ranks
-
-# (microbatch, replica of the encoder, role of the reading rank) -> the rows that move
-Routes = Callable[[int, int, Any], Route]
 
 # (the other rank, rows [n, width]) of every message of one launch
 Messages = list[tuple[int, Tensor]]
@@ -89,7 +86,8 @@ class Edge:
             for the other.
         width: first numbers of a row that are read.
         dtype: of the rows and their gradients.
-        trained: whether gradients go back.
+        trained: True if gradients go back.
+        depth: of the MTP layer that reads; 0: the first stage.
 
     Attributes:
         sent: bytes that this rank sent ``there`` and ``back``.
@@ -103,17 +101,18 @@ class Edge:
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
+    depth: int = 0
     sent: dict[str, int] = field(default_factory=lambda: {"there": 0, "back": 0}, init=False)
     _pending: list[Sending] = field(default_factory=list[Sending], init=False)
 
-    def take(self, routes: Routes, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+    def take(self, work: EncoderWork, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """On a reading rank: (rows of its shard [n] int64, their values [n, width]) of all senders,
         in one piece; [] if there are none. The values are a leaf of autograd, whose gradient goes
         back as soon as it is complete.
 
         Communicates: receives the values.
         """
-        arriving = self.arriving(routes, microbatch)
+        arriving = self.arriving(work, microbatch)
         self.exchange("there", [], _by_sender(arriving.values, arriving.senders))
         if not arriving.senders:
             return []
@@ -128,33 +127,36 @@ class Edge:
         self.exchange("back", _by_sender(leaf.grad, senders), [])
         leaf.grad = None
 
-    def arriving(self, routes: Routes, microbatch: int) -> Arriving:
+    def arriving(self, work: EncoderWork, microbatch: int) -> Arriving:
         """On a reading rank: what every other rank sends; the values have yet to be received."""
         me = dist.get_rank()
         senders = list[tuple[int, int]]()
         parts = [torch.empty(0, dtype=torch.int64)]
         for replica, rank in enumerate(self.sources):
-            if rank != me and len(dest := routes(microbatch, replica, self.readers[me]).dest):
+            if rank == me:
+                continue
+            dest = self.route(work, microbatch, replica, me).dest
+            if len(dest):
                 senders.append((rank, len(dest)))
                 parts.append(dest)
         dest = torch.cat(parts)
         return Arriving(dest, self._empty(len(dest)), senders)
 
-    def leaving(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> Messages:
+    def leaving(self, work: EncoderWork, microbatch: int, replica: int, output: Tensor) -> Messages:
         """On a sending rank: its rows for every other rank that reads some."""
         messages: Messages = []
-        for rank, route in self._reached(routes, microbatch, replica):
+        for rank, route in self._reached(work, microbatch, replica):
             source = to_device(route.source, self.device)
             rows = output[:, : self.width].index_select(0, source)
             messages.append((rank, rows.to(self.dtype)))
         return messages
 
-    def send(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> None:
+    def send(self, work: EncoderWork, microbatch: int, replica: int, output: Tensor) -> None:
         """On a sending rank: its rows to every other rank that reads some."""
-        self.exchange("there", self.leaving(routes, microbatch, replica, output), [])
+        self.exchange("there", self.leaving(work, microbatch, replica, output), [])
 
     def gradients(
-        self, routes: Routes, microbatch: int, replica: int, sends: Messages
+        self, work: EncoderWork, microbatch: int, replica: int, sends: Messages
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """On a sending rank: (rows of the output, their gradients) of every other rank that reads
         some.
@@ -164,7 +166,7 @@ class Edge:
 
         Communicates: receives as many numbers as `send` sent.
         """
-        reached = list(self._reached(routes, microbatch, replica))
+        reached = list(self._reached(work, microbatch, replica))
         grads = [(rank, self._empty(len(route.source))) for rank, route in reached]
         self.exchange("back", sends, grads)
         for (_, route), (_, grad) in zip(reached, grads, strict=True):
@@ -202,12 +204,18 @@ class Edge:
                 work.wait()
         self._pending.clear()
 
+    def route(self, work: EncoderWork, microbatch: int, replica: int, reader: int) -> Route:
+        """The rows of a microbatch that a replica of the encoder sends to a reading rank."""
+        return work.route(microbatch, replica, self.readers[reader], depth=self.depth)
+
     def _reached(
-        self, routes: Routes, microbatch: int, replica: int
+        self, work: EncoderWork, microbatch: int, replica: int
     ) -> Iterator[tuple[int, Route]]:
-        me = dist.get_rank()
-        for rank, role in self.readers.items():
-            if rank != me and len((route := routes(microbatch, replica, role)).source):
+        for rank in self.readers:
+            if rank == dist.get_rank():
+                continue
+            route = self.route(work, microbatch, replica, rank)
+            if len(route.source):
                 yield rank, route
 
     def _empty(self, rows: int) -> Tensor:
@@ -252,6 +260,7 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
                 trained=trainable
                 and plan.modules[grid.name].train
                 and not (depth and plan.objective.mtp_detach),
+                depth=depth,
             )
     return found
 
@@ -275,52 +284,51 @@ def embedded_depths(plan: Plan, topo: Topology, chunk: int) -> tuple[int, ...]:
     return (*([0] if here.embedding else []), *range(1, 1 + here.mtp))
 
 
-class Outlet(NamedTuple):
-    """An edge that a rank feeds, with the routes of the pass."""
-
-    edge: Edge
-    routes: Routes
-
-
 def give(
-    output: Tensor, outlets: Sequence[Outlet], microbatch: int, replica: int, tp_group: Any
+    output: Tensor,
+    edges: Sequence[Edge],
+    work: EncoderWork,
+    microbatch: int,
+    replica: int,
+    tp_group: Any,
 ) -> Tensor:
     """Send the rows of an encoder's output to all readers; returns a zero, whose gradient is the
     sum of theirs.
 
     Args:
         output: [F, width], equal on all ranks of ``tp_group``; its first rank sends.
+        edges: of the encoder, to all its readers.
 
     Communicates: `Edge.send`; in backward `Edge.gradients`, and a broadcast over ``tp_group``.
     """
-    zero: Any = _Give.apply(output, outlets, microbatch, replica, tp_group)
+    zero: Any = _Give.apply(output, edges, (work, microbatch, replica), tp_group)
     return zero
 
 
 class _Give(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, outlets: Any, *where: Any) -> Tensor:
+    def forward(ctx: Any, output: Tensor, edges: Any, at: Any, tp_group: Any) -> Tensor:
         ctx.like = output.new_empty(0, output.shape[1])
-        ctx.outlets = outlets
-        ctx.where = where
+        ctx.edges = edges
+        ctx.at = at
+        ctx.tp_group = tp_group
         ctx.rows = len(output)
-        *at, tp_group = where
         if tp_group.rank() == 0:
-            for edge, routes in outlets:
-                edge.send(routes, *at, output.detach())
+            for edge in edges:
+                edge.send(*at, output.detach())
         return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        *at, tp_group = ctx.where
+        tp_group = ctx.tp_group
         total = _wide_zeros(ctx.like, ctx.rows)
         if tp_group.rank() == 0:
-            for edge, routes in ctx.outlets:
-                for source, grad in edge.gradients(routes, *at, []) if edge.trained else ():
+            for edge in ctx.edges:
+                for source, grad in edge.gradients(*ctx.at, []) if edge.trained else ():
                     total[:, : edge.width].index_add_(0, source, grad.to(total.dtype))
         if tp_group.size() > 1:
             dist.broadcast(total, dist.get_global_rank(tp_group, 0), group=tp_group)
-        return total.to(ctx.like.dtype), None, None, None, None
+        return total.to(ctx.like.dtype), None, None, None
 
 
 def _wide_zeros(like: Tensor, rows: int) -> Tensor:
@@ -330,7 +338,7 @@ def _wide_zeros(like: Tensor, rows: int) -> Tensor:
 
 
 def swap(
-    edge: Edge, routes: Routes, microbatch: int, replica: int, output: Tensor | None
+    edge: Edge, work: EncoderWork, microbatch: int, replica: int, output: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """On a rank that encodes and reads: send its rows to the others that embed them, and take those
     that it embeds, its own among them.
@@ -346,34 +354,27 @@ def swap(
     """
     sends: Messages = []
     if output is not None:
-        sends = edge.leaving(routes, microbatch, replica, output.detach())
+        sends = edge.leaving(work, microbatch, replica, output.detach())
         output = output if edge.trained else output.detach()
-    arriving = edge.arriving(routes, microbatch)
+    arriving = edge.arriving(work, microbatch)
     edge.exchange("there", sends, _by_sender(arriving.values, arriving.senders))
     if output is None and not arriving.senders:
         return []
     if output is None:  # a graph all the same, which sends the gradients back
         output = torch.empty(0, edge.width, dtype=edge.dtype, device=edge.device)
         output.requires_grad_(edge.trained)
-    own = routes(microbatch, replica, edge.readers[dist.get_rank()])
+    own = edge.route(work, microbatch, replica, dist.get_rank())
     rows = torch.cat([own.dest, arriving.dest])
-    values: Any = _Swap.apply(output, edge, routes, (microbatch, replica), own, arriving)
+    values: Any = _Swap.apply(output, edge, (work, microbatch, replica), own, arriving)
     return [(to_device(rows, edge.device), values)]
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        edge: Edge,
-        routes: Routes,
-        at: Any,
-        own: Route,
-        arriving: Arriving,
+        ctx: Any, output: Tensor, edge: Edge, at: Any, own: Route, arriving: Arriving
     ) -> Tensor:
         ctx.edge = edge
-        ctx.routes = routes
         ctx.at = at
         ctx.like = output.new_empty(0, output.shape[1])
         ctx.rows = len(output)
@@ -389,9 +390,9 @@ class _Swap(torch.autograd.Function):
         total = _wide_zeros(ctx.like, ctx.rows)
         read = total[:, : ctx.edge.width]
         read.index_add_(0, ctx.source, mine.to(total.dtype))
-        for source, part in ctx.edge.gradients(ctx.routes, *ctx.at, sends):
+        for source, part in ctx.edge.gradients(*ctx.at, sends):
             read.index_add_(0, source, part.to(total.dtype))
-        return total.to(ctx.like.dtype), None, None, None, None, None
+        return total.to(ctx.like.dtype), None, None, None, None
 
 
 class RunsAhead(KnownShapes):

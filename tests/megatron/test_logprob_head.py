@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from benchmarks.whole import microbatch
-from pyrl_ext import train
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
@@ -23,8 +21,7 @@ from tests import parity
 from tests.helpers import passes
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rows import MEASURED
-from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
+from tests.helpers.tiny import random_batch, tiny_plan
 from tests.parity import BOUNDS, apart, compiled
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -241,20 +238,3 @@ def test_Microbatch_has_the_loss_rows_of_a_plain_loop(folder):
             ]
             assert micro.loss_rows[depth].tolist() == want
     assert microbatch(batch, (), place).loss_rows[0].tolist() == []
-
-
-def test_train_learns_the_same_with_the_fused_head(tmp_path):
-    """Ten steps with two updates each: the same curve with logits and without."""
-    quick = ("batching.prompts=4", "rollout.max_new_tokens=6", "log.progress=false")
-    common = (*quick, "steps=10", "evaluate.every=0", "checkpoint.every=0")
-    curves = []
-    for head in ("fused", "logits"):
-        run = tmp_path / head
-        assert train.main([str(CONFIG), *common, f"run={run}", f"logprob.head={head}"]) == 0
-        curves.append(read_rows(run / "metrics.jsonl"))
-    fused, logits = curves
-    assert len(fused) == len(logits) == 10
-    for a, b in zip(fused, logits, strict=True):
-        assert a.keys() == b.keys()
-        names = [n for n in a if not n.startswith(MEASURED)]
-        assert [a[n] for n in names] == pytest.approx([b[n] for n in names], rel=1e-5, abs=1e-5)

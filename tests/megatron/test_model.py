@@ -1,7 +1,6 @@
 """The megatron model is the transformers model: logits, names and bits."""
 
 import json
-from typing import get_args
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.plan.model.family import FAMILIES
-from pyrl_ext.plan.schema import Model
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -75,17 +72,6 @@ def test_weights_are_bit_equal_after_a_round_trip(exported, tmp_path, dtype):
         assert torch.equal(tensor, source[name]), name
 
 
-def test_save_safetensors_names_tensors_as_transformers_does(exported, tmp_path):
-    """transformers writes the tensors for this config, so that nothing of ours names them."""
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    theirs.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    ours = exported / "model.safetensors"
-    for name, tensor in load_file(ours).items():
-        assert torch.equal(saved.pop(name), tensor), name
-    assert not saved
-
-
 def test_build_refuses_a_checkpoint_of_another_model(exported, tmp_path):
     tensors = load_file(exported / "model.safetensors")
     tensors["model.layers.1.mlp.typo.weight"] = tensors.pop("model.layers.1.mlp.gate.weight")
@@ -93,17 +79,6 @@ def test_build_refuses_a_checkpoint_of_another_model(exported, tmp_path):
     with (
         topology.start(plan := tiny_plan(f"model.weights={tmp_path}")) as topo,
         pytest.raises(ValueError, match=r"1 tensors are missing .*gate.weight.*mlp.typo.weight"),
-    ):
-        Policy.build(plan, topo)
-
-
-def test_build_names_a_tensor_of_the_wrong_shape(exported, tmp_path):
-    tensors = load_file(exported / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :32].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with (
-        topology.start(plan := tiny_plan(f"model.weights={tmp_path}")) as topo,
-        pytest.raises(ValueError, match=r"lm_head.weight is \[128, 32\].*expected \[128, 64\]"),
     ):
         Policy.build(plan, topo)
 
@@ -119,7 +94,3 @@ def test_build_leaves_mtp_layers_out_by_name(exported, tmp_path):
         back = dict(Policy.build(plan, topo).weights())
     assert "model.layers.4.eh_proj.weight" not in back
     assert len(back) == len(tensors) - 1
-
-
-def test_families_are_those_of_the_schema():
-    assert FAMILIES.keys() == {*get_args(Model.model_fields["family"].annotation)}

@@ -3,7 +3,6 @@
 That every layout computes the same with them is shown in parity.py and test_parallel.py.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 from benchmarks.whole import microbatch
-from pyrl_ext import train
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import Scheduler, plan_microbatches
 from pyrl_ext.parallel import topology
@@ -180,16 +177,6 @@ def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
         loaded = dict(Policy.build(plan, topo).weights())
         assert loaded.keys() == held.keys()
         assert all(torch.equal(loaded[name], other[name]) for name in other)
-
-
-def test_train_trains_the_mtp_layers(folder):
-    """The engine takes the weights it has a place for; the loss of the layers ahead falls."""
-    config = f"model.config={mtp_plan(folder).config_path}"
-    overrides = [config, "model.mtp=true", "optimizer.lr=1e-2", *QUICK, f"run={folder / 'run'}"]
-    assert train.main([str(parity.CONFIGS / "tiny.yaml"), *overrides]) == 0
-    first, *_, last = read_rows(folder / "run" / "metrics.jsonl")
-    assert 0 < last["mtp_loss"] < first["mtp_loss"]
-    assert json.loads((folder / "run" / "plan.json").read_text())["model"]["mtp"]
 
 
 def test_mtp_layers_embed_the_rows_of_images(folder):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.families import QWEN35_35B
 from benchmarks.whole import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
@@ -18,7 +17,7 @@ from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.model.counts import embedding_parameters, mtp_parameters, parameters
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
@@ -31,7 +30,6 @@ from tests.helpers.models import (
     MODELS,
     MOONLIGHT,
     NEMOTRON,
-    QWEN3_8B,
     QWEN3_SMALL,
     QWEN35,
     QWEN35_DENSE,
@@ -64,57 +62,6 @@ def test_parameters_are_those_of_transformers(hf):
 )
 def test_parameters_have_the_published_totals(model, billions, digits):
     assert round(parameters(read_sizes(MODELS[model])).total / 1e9, digits) == billions
-
-
-def test_parameters_of_qwen35_have_its_name():
-    counts = parameters(read_sizes(QWEN35_35B))
-    assert (round(counts.total / 1e9), round(counts.active / 1e9)) == (35, 3)
-
-
-def test_parameters_have_the_totals_published_without_the_embedding():
-    def billions(model, embeddings, part):
-        sizes = read_sizes(MODELS[model])
-        each = embedding_parameters(sizes).total
-        return (getattr(parameters(sizes), part) - embeddings * each) / 1e9
-
-    # the layer for multi-token prediction is counted, embedding and head are not
-    ahead = mtp_parameters(read_sizes(MODELS["glm47_355b"])).total / 1e9
-    assert round(billions("glm47_355b", 2, "total") + ahead) == 355
-    assert round(billions("glm47_355b", 2, "active")) == 32
-    assert round(billions("moonlight", 2, "active"), 2) == 2.24
-    assert round(billions("deepseek_v3", 1, "active"), 1) == 36.6
-
-
-def test_MODELS_has_deepseek_v3_as_transformers_has_it_by_itself():
-    """Its config class has the published sizes as defaults, but for the longer context."""
-    ours = MODELS["deepseek_v3"]
-    theirs = CONFIG_MAPPING["deepseek_v3"]()
-    longer = {"architectures", "dtype", "rope_scaling", "max_position_embeddings", "rope_theta"}
-    named = {k: getattr(theirs, k) for k in ours if k not in longer and hasattr(theirs, k)}
-    assert len(named) > 25
-    assert {key: ours[key] for key in named} == named
-    assert ours["max_position_embeddings"] == 40 * theirs.max_position_embeddings
-
-
-def test_read_sizes_finds_no_experts_in_a_dense_model():
-    sizes = read_sizes(QWEN3_8B)
-    assert sizes.router_layers == () and sizes.route_bytes_per_token == 0
-    assert (sizes.num_experts, sizes.topk, sizes.shared_expert_width) == (0, 0, 0)
-    counts = parameters(sizes)
-    assert counts.active == counts.total and counts.expert == 0
-
-
-def test_read_sizes_counts_routed_layers_and_bytes():
-    for model, routers, each in (
-        ("glm47_355b", range(3, 92), 89 * 8),
-        ("moonlight", range(1, 27), 26 * 6),
-        ("qwen3_30b", range(48), 384),
-        ("deepseek_v3", range(3, 61), 58 * 8),
-    ):
-        sizes = read_sizes(MODELS[model])
-        assert sizes.router_layers == tuple(routers)
-        assert sizes.route_bytes_per_token == each
-        assert sizes.contradictions() == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from pyrl_ext.models import weight_table
 from pyrl_ext.models.hf_folder import (
     INDEX,
     SafetensorsFolder,
-    progress,
     save_checkpoint_hf,
     written_config,
 )
@@ -175,17 +174,6 @@ def test_save_checkpoint_hf_restores_every_tensor(models, tmp_path, name, source
     equal(tensors_of(tmp_path / "out"), tensors_of(models / name / source.replace("fused", "")))
 
 
-def test_save_checkpoint_hf_writes_the_type_of_the_model(models, tmp_path):
-    source = models / "qwen3_moe"
-    exact, rounded = (tensors_of(source / part) for part in ("", "bf16"))
-    there_and_back(source / "bf16", tmp_path / "wider")
-    equal(tensors_of(tmp_path / "wider"), {n: t.float() for n, t in rounded.items()})
-    there_and_back(source, tmp_path / "narrower", BF16)
-    equal(tensors_of(tmp_path / "narrower"), {n: t.bfloat16() for n, t in exact.items()})
-    for folder, dtype in (("wider", "float32"), ("narrower", "bfloat16")):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
-
-
 def test_written_config_describes_the_checkpoint(tmp_path):
     quantised = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
     hf = LITE | quantised | {"torch_dtype": "float32"}
@@ -274,11 +262,6 @@ def test_export_refuses_wrong_arguments(run, tmp_path, capsys, changes, code, wo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_overwrites_nothing(run, tmp_path, capsys):
-    assert export.main([str(run), str(tmp_path)]) == 1
-    assert f"{tmp_path} exists, expected a new folder" in capsys.readouterr().err
-
-
 # on two ranks ------------------------------------------------------------------------------------
 
 
@@ -306,15 +289,6 @@ def test_save_checkpoint_hf_on_a_full_disk_fails_every_rank_and_leaves_nothing(t
         assert "full could not be written (rank 0: " in result["full"]
         assert "rank 1" not in result["full"] and "resume" not in result["full"]
     assert not list(models.glob("full*"))
-
-
-@pytest.mark.parametrize(
-    ("size", "shown", "bar"),
-    [(2 << 30, True, True), (1 << 20, True, False), (2 << 30, False, False)],
-)
-def test_progress_shows_a_bar_for_many_bytes(capsys, size, shown, bar):
-    assert list(progress(iter("abc"), "reading weights", 3, size, shown)) == list("abc")
-    assert ("reading weights" in capsys.readouterr().err) == bar
 
 
 # what is refused ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pyrl_ext.pack.encoder_work import EncoderWork, Route, meeting
+from pyrl_ext.pack.encoder_work import EncoderWork, Route
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
@@ -24,7 +25,7 @@ from pyrl_ext.parallel.groups import connect
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
 from pyrl_ext.schedule.pipeline import ahead_of
-from pyrl_ext.trainer.module_pipe import Edge, Outlet, build_edges, give
+from pyrl_ext.trainer.module_pipe import Edge, build_edges, give
 from tests.helpers.nccl_rules import communicators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
@@ -50,14 +51,11 @@ class Case:
 
     Args:
         encoders: (dp, tp) of each encoder.
-        middle:   replicas of a module that reads the encoder and feeds the readers; 0: none.
-        reader:   (dp, cp, tp) of each of ``readers``.
+        reader:   (dp, cp, tp) of the module that reads their rows.
     """
 
     encoders: tuple[tuple[int, int], ...] = ((1, 1),)
-    middle: int = 0
     reader: tuple[int, int, int] = (1, 1, 1)
-    readers: int = 1
     width: int = H
     trained: bool = True
     dtype: torch.dtype = torch.float64
@@ -69,18 +67,13 @@ class Case:
             f"encoder{e}": [(r, t) for r in range(dp) for t in range(tp)]
             for e, (dp, tp) in enumerate(self.encoders)
         }
-        if self.middle:
-            found["middle"] = [(r, 0) for r in range(self.middle)]
         dp, cp, tp = self.reader
         roles = [RankRole(r, t, tp) for r in range(dp * cp) for t in range(tp)]
-        return found | {f"reader{i}": roles for i in range(self.readers)}
+        return found | {"reader": roles}
 
     @property
     def joined(self) -> list[tuple[str, str]]:
-        readers = [f"reader{i}" for i in range(self.readers)]
-        if self.middle:
-            return [("encoder0", "middle"), *(("middle", reader) for reader in readers)]
-        return [(f"encoder{e}", r) for e in range(len(self.encoders)) for r in readers]
+        return [(f"encoder{e}", "reader") for e in range(len(self.encoders))]
 
 
 CASES = {
@@ -91,13 +84,7 @@ CASES = {
     "dp2 -> tp2": Case(((2, 1),), reader=(1, 1, 2)),
     "tp2 -> tp2": Case(((1, 2),), reader=(1, 1, 2)),
     "two encoders -> dp2": Case(((1, 1), (1, 1)), reader=(2, 1, 1)),
-    "two readers": Case(readers=2),
-    "two readers of dp2": Case(((2, 1),), readers=2),
-    "1 -> dp2 -> 1": Case(middle=2),
-    "dp2 -> 1 -> 1": Case(((2, 1),), middle=1),
-    "1 -> 1 -> two readers": Case(middle=1, readers=2),
     "bf16: dp2 -> cp2": Case(((2, 1),), reader=(1, 2, 1), dtype=torch.bfloat16),
-    "bf16: two readers": Case(readers=2, dtype=torch.bfloat16),
 }
 
 
@@ -123,16 +110,15 @@ def pixels(encoder: int, ids: np.ndarray) -> Tensor:
 
 
 def weights(case: Case) -> dict[str, Tensor]:
-    width = case.width
-    held = {f"encoder{e}": numbers(e, PIXELS, width) for e in range(len(case.encoders))}
     return {
-        n: w.requires_grad_() for n, w in (held | {"middle": numbers(50, width, width)}).items()
+        f"encoder{e}": numbers(e, PIXELS, case.width).requires_grad_()
+        for e in range(len(case.encoders))
     }
 
 
-def loss_of(case: Case, reader: int, rows: Tensor, values: Tensor) -> Tensor:
-    """A loss in which every row of the stream counts for something else, for every reader."""
-    return (values.double() ** 2 * numbers(7 + reader, sum(SEQLENS), case.width)[rows]).sum()
+def loss_of(case: Case, rows: Tensor, values: Tensor) -> Tensor:
+    """A loss in which every row of the stream counts for something else."""
+    return (values.double() ** 2 * numbers(7, sum(SEQLENS), case.width)[rows]).sum()
 
 
 def whole(case: Case) -> dict[str, Tensor]:
@@ -143,10 +129,7 @@ def whole(case: Case) -> dict[str, Tensor]:
     total = torch.zeros((), dtype=torch.float64)
     for e in range(len(case.encoders)):
         out = pixels(e, ids) @ held[f"encoder{e}"]
-        if case.middle:
-            out = torch.tanh(out @ held["middle"])
-        for reader in range(case.readers):
-            total = total + loss_of(case, reader, rows, out)
+        total = total + loss_of(case, rows, out)
     total.backward()
     return {name: w.grad for name, w in held.items() if w.grad is not None}
 
@@ -176,18 +159,6 @@ class Rank:
         there, back = groups
         return Edge(sources, readers, there, back, case.width, case.dtype, device, case.trained)
 
-    def _routes(self, source: str, reader: str) -> Any:
-        mine = work_of(self.case, source)
-        if reader != "middle":
-            return mine.route
-        theirs = work_of(self.case, reader)
-
-        def between(m: int, replica: int, role: Any):
-            rows = mine.rows(m, replica), theirs.rows(m, role[0])
-            return meeting(*rows)
-
-        return between
-
     def run(self) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
         """This rank's gradient of its weights, the bytes that it sent, and launches by group."""
         before = communicators()
@@ -213,33 +184,25 @@ class Rank:
         case = self.case
         name = self.name
         role = self.role
-        taken = [
-            rows
-            for key, edge in self.edges.items()
-            if key[1] == name
-            for rows in edge.take(self._routes(*key), m)
-        ]
-        if name.startswith("reader"):
-            return self._read(m, role, taken)
         if not name:
             return None
-        work, (replica, _) = work_of(case, name), role
-        if name == "middle":
-            x = torch.zeros(len(work.rows(m, replica)), case.width, dtype=case.dtype)
-            for dest, values in taken:
-                x = x.index_copy(0, dest, values)
-            output = torch.tanh(x @ held["middle"])
-        else:
-            output = pixels(int(name[-1]), work.ids(m, replica)).to(case.dtype) @ held[name]
-        outlets = [Outlet(e, self._routes(*k)) for k, e in self.edges.items() if k[0] == name]
-        return give(output, outlets, m, replica, self.tp[0])
+        if name == "reader":
+            taken = [
+                rows
+                for (source, _), edge in self.edges.items()
+                for rows in edge.take(work_of(case, source), m)
+            ]
+            return self._read(m, role, taken)
+        work = work_of(case, name)
+        replica, _ = role
+        output = pixels(int(name[-1]), work.ids(m, replica)).to(case.dtype) @ held[name]
+        return give(output, [self.edges[name, "reader"]], work, m, replica, self.tp[0])
 
     def _read(self, m: int, role: RankRole, taken: list) -> Tensor | None:
         group = schedule_of(self.case).group_of(m, role.grid_rank)
         layout = layout_of(group, LENGTHS, role)
         local = layout.shard(layout.rows(role.grid_rank - group.first), role.tp_rank)
-        reader = int(self.name[-1])
-        losses = [loss_of(self.case, reader, local[dest], values) for dest, values in taken]
+        losses = [loss_of(self.case, local[dest], values) for dest, values in taken]
         return torch.stack(losses).sum() if losses else None
 
 
@@ -326,8 +289,9 @@ def test_sent_rows_are_released_once_they_have_arrived(world, monkeypatch):
     readers = {1: RankRole(), 2: RankRole(1)}
     edge = Edge([0], readers, world, world, H, torch.float32, torch.device("cpu"))
     every = Route(torch.arange(4), torch.arange(4))
+    work: Any = SimpleNamespace(route=lambda *_, **__: every)
     for microbatch in range(3):
-        edge.send(lambda *_: every, microbatch, 0, torch.ones(4, H))
+        edge.send(work, microbatch, 0, torch.ones(4, H))
         handles[0].complete = microbatch > 0
     assert [each() is None for each in rows] == [True, False, False]
     edge.finish()
