@@ -50,8 +50,7 @@ class SavedModule(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """How the names of the module begin in a checkpoint, which holds all modules; those of the
-        language model are as in one without others."""
+        """Prefix of the module's names in a checkpoint of several; empty for the language model."""
         return "" if self.topo.module == "llm" else f"{self.topo.module}."
 
     def key(self, number: int) -> Any:
@@ -92,7 +91,7 @@ def save(
 def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -> None:
     """Run ``stages`` on ``<folder>.writing``, then rename it to ``folder``.
 
-    Communicates: as the stages do, and after each stage whether a rank failed.
+    Communicates: as the stages do, and after each stage the ranks that failed.
     Raises: OSError naming the folder if a rank cannot write (no space, no permission); the
         unfinished folder is deleted, and a checkpoint of the same name stays as it was.
     """
@@ -150,7 +149,7 @@ def _problems(problem: str | None, topo: Topology) -> list[str]:
     """``rank r: problem`` for every rank that has one. Communicates: one gather over the world."""
     problems: list[Any] = [None] * topo.world_size
     dist.all_gather_object(problems, problem)
-    return [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
+    return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
 
 
 def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology) -> dict[str, Any]:
@@ -171,7 +170,9 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
         plan.check_resumes(Plan.read(folder / PLAN))
     try:
         with quiet():
-            models = {number: each for part in parts for number, each in _models(part).items()}
+            models: dict[Any, Any] = {}
+            for part in parts:
+                models |= _models(part)
             state: Any = dist_checkpointing.load({"models": models}, str(folder))
             for part in parts:
                 if part.optimizer is not None:
@@ -320,9 +321,9 @@ def _state(parts: Sequence[SavedModule]) -> dict[str, Any]:
     for part in parts:
         state["models"] |= (models := _models(part))
         if part.optimizer is not None:
-            mine = sharded_state(part.optimizer, models)
-            whole = state.setdefault("optimizer", {"step": mine["step"], "params": {}})
-            whole["params"] |= {part.key(i): each for i, each in mine["params"].items()}
+            saved = sharded_state(part.optimizer, models)
+            whole = state.setdefault("optimizer", {"step": saved["step"], "params": {}})
+            whole["params"] |= {part.key(i): x for i, x in saved["params"].items()}
     return state
 
 

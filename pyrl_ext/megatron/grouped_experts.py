@@ -17,7 +17,7 @@ from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import squared, squared_relu, swiglu
 from pyrl_ext.ops.to_device import to_device
 
-# whether it is gated, and the function in megatron's config -> the operator of a unit
+# (True if gated, the function in megatron's config) -> the operator of a unit
 UNITS: Any = {(True, F.silu): swiglu, (False, squared): squared_relu}
 
 
@@ -84,7 +84,7 @@ class GroupedExperts(MegatronModule):
             init: Any = config.init_method
             init(weight)
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split, stride=1)
-        # whether its gradient is reduced over the ranks of dense weights
+        # True if its gradient is reduced over the ranks of dense weights
         weight.allreduce = (  # type: ignore[attr-defined]
             config.expert_model_parallel_size == 1
             and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -204,6 +204,6 @@ def _weight_grad(weight: Tensor, grad: Tensor, rows: Tensor, ends: Tensor) -> Te
     if weight.device.type != "cpu" or total is None or total.dtype != weight.dtype:
         return F.grouped_mm(grad.mT, rows, offs=ends)
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    for each, left, right in zip(total, grad.split(counts), rows.split(counts), strict=True):
-        each.addmm_(left.T, right)
+    for expert, left, right in zip(total, grad.split(counts), rows.split(counts), strict=True):
+        expert.addmm_(left.T, right)
     return stand_in(weight)

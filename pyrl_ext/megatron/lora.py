@@ -1,6 +1,6 @@
 """Adapters next to megatron's frozen linears: ``y = W x + scale B (A x)``.
 
-How tensor-parallel ranks hold the factors of W [out, in], and what they exchange (r is the rank):
+Shards of the factors of W [out, in] on tensor-parallel ranks, and exchanges (r is the rank):
 
 | W                           | A [r, in]      | B [out, r]     | between A and B             |
 | cut by rows                 | whole          | cut as W       | all-gather of [tokens, r]   |
@@ -48,7 +48,7 @@ class Adapter(nn.Module):
         scale:     what the product is multiplied by.
 
     Attributes:
-        on: whether the adapter is applied.
+        on: True if the adapter is applied.
     """
 
     mask: Tensor | None
@@ -180,8 +180,8 @@ class LiveFactor(NamedTuple):
         key:     its name in the whole model.
         value:   this rank's part.
         cut:     dimension that tensor-parallel ranks split; None: each has it whole.
-        sections: numbers of rows, of which they split each by itself, such as gates and ups.
-        experts: whether it belongs to experts, one after the other in its first dimension.
+        sections: numbers of rows, each split separately, such as gates and ups.
+        experts: True if its first dimension is experts.
     """
 
     key: str

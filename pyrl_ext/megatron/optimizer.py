@@ -97,7 +97,7 @@ def step_all(held: Sequence[tuple[Any, Topology]]) -> tuple[bool, float]:
         held: of each module of this rank megatron's optimizer, None if it is not trained, and the
             rank's place.
 
-    Returns: whether all steps were applied, and the norm before clipping (NaN if there is none).
+    Returns: True if all steps were applied, and the norm before clipping (NaN if there is none).
     Communicates: besides megatron's sums, an all-reduce of one number if there are several modules.
     """
     optimizers = [optimizer for optimizer, _ in held if optimizer is not None]
@@ -109,7 +109,7 @@ def step_all(held: Sequence[tuple[Any, Topology]]) -> tuple[bool, float]:
 
 
 def _step_by(optimizer: Any, norm: float) -> bool:
-    """Clip by ``norm`` and update; returns whether the step was applied."""
+    """Clip by ``norm`` and update; returns True if the step was applied."""
     optimizer.get_grad_norm = lambda: norm
     try:
         applied, *_ = optimizer.step()

@@ -67,7 +67,7 @@ class PackedSequences(PackedSeqParams):
         positions: [T_local] int64 on the device, position of each row in its sample, or
             [3, T_local]: in time, height and width.
         mtp_tokens: [T_local] each, input of every MTP layer.
-        causal: whether a row sees the rows before it alone; False: all of its sequence.
+        causal: True if a row sees only the rows before it; False: all of its sequence.
         ahead: depth of an MTP layer -> `FeatureGPT`'s features, in place of its input's embeddings.
         turns: `PackedRotary` -> its cosines and sines of these rows, once they are computed.
     """
@@ -134,7 +134,7 @@ class Chunks:
     """The causal chunks of this rank and the rows of the keys that each one sees.
 
     Args:
-        key_rows: [cp * T_local] int64 on the host, where the key of each packed row lies.
+        key_rows: [cp * T_local] int64 on the host, place of the key of each packed row.
     """
 
     def __init__(self, packed: PackedSequences, key_rows: Tensor):

@@ -146,10 +146,10 @@ class SafetensorsFolder:
         kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
         if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
             scales = sorted(n for n in self.names if n.endswith(("_scale_inv", "_scale")))
-            beside = f", with {len(scales)} scales such as {scales[0]}" if scales else ""
+            noted = f", with {len(scales)} scales such as {scales[0]}" if scales else ""
             raise ValueError(
                 f"checkpoint: {quantised[0]} in {self.folder} is {kinds[quantised[0]]} "
-                f"({len(quantised)} tensors{beside}), expected one of {', '.join(sorted(FLOATS))}; "
+                f"({len(quantised)} tensors{noted}), expected one of {', '.join(sorted(FLOATS))}; "
                 "quantised weights are not trained. Convert the checkpoint to bfloat16"
             )
         skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
@@ -254,7 +254,7 @@ def save_safetensors(
 def _by_file(
     named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, Tensor]]:
-    """``named`` on the host, as many tensors at a time as ``limit`` bytes hold."""
+    """``named`` on the host, in groups of at most ``limit`` bytes."""
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named:
@@ -312,7 +312,7 @@ def save_checkpoint_hf(
 ) -> None:
     """`write_hf`, complete or not at all; an existing folder is replaced.
 
-    Communicates: as ``named`` does, and whether a rank failed.
+    Communicates: as ``named`` does, and the ranks that failed.
     Raises: OSError on every rank if the main rank cannot write; the unfinished folder is deleted.
     """
 

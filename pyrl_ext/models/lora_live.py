@@ -36,7 +36,7 @@ class Adapters:
         self.topo = topo
         self._adapters: list[Adapter] = []
         self._factors: list[tuple[LiveFactor, list[str]]] = []  # names of the stacked ones
-        self._of: dict[str, _Place] = {}  # by the name of a weight
+        self._place_of: dict[str, _Place] = {}  # by the name of a weight
 
     @classmethod
     def attach(
@@ -79,34 +79,33 @@ class Adapters:
         size, _, group = tensor_split(row, self.topo)
         if stacked:
             first = self.topo.groups.ep.rank() * len(weight)
-            rows = [each for each in rows if each.expert in range(first, first + len(weight))]
-        factors = {letter: self._rows_of(letter, row, rows) for letter in "AB"}
-        a, b = (
-            (*([len(found)] if found[0].expert is not None else []), *found[0].shard_shape(size))
-            for found in factors.values()
-        )
+            rows = [expert for expert in rows if expert.expert in range(first, first + len(weight))]
+        factors = {letter: self._factor_rows(letter, row, rows) for letter in "AB"}
+        a, b = (_local_shape(factor, size) for factor in factors.values())
         scale = self.lora.scale_of(stacked)
         adapter = Adapter(weight, a, b, self._linear_of(row, weight.shape[-2]), scale)
-        for (letter, found), value in zip(
-            factors.items(), (adapter.lora_A, adapter.lora_B), strict=True
-        ):
-            shard = found[0].shard
-            experts = found[0].expert is not None
+        for letter, factor_rows in factors.items():
+            value = getattr(adapter, f"lora_{letter}")
+            shard = factor_rows[0].shard
+            experts = factor_rows[0].expert is not None
             cut = None if shard == "same" else int(shard == "columns") + value.ndim - 2
             key = f"{name.removesuffix('.weight')}.lora_{letter}"
-            factor = LiveFactor(key, value, cut, found[0].sections_of(value.shape[-2]), experts)
+            sections = factor_rows[0].sections_of(value.shape[-2])
+            factor = LiveFactor(key, value, cut, sections, experts)
             factor.mark(weight, self.topo.tp_size if stacked and not experts else size)
-            self._factors.append((factor, [each.megatron_name for each in found]))
+            self._factors.append((factor, [expert.megatron_name for expert in factor_rows]))
         adapt(owner, attribute, adapter, row.shard, group)
         self._adapters.append(adapter)
-        for i, each in enumerate(rows):
-            self._of[each.megatron_name] = _Place(each, adapter, i if stacked else None)
+        for i, expert in enumerate(rows):
+            place = _Place(expert, adapter, i if stacked else None)
+            self._place_of[expert.megatron_name] = place
 
-    def _rows_of(self, letter: str, first: Weight, rows: list[Weight]) -> list[Weight]:
+    def _factor_rows(self, letter: str, first: Weight, rows: list[Weight]) -> list[Weight]:
         """The rows of one factor: one, or one for each of this rank's experts."""
-        shared = [f for f in adapter_rows(first, self.lora) if f.expert is None]
-        each = [f for row in rows for f in adapter_rows(row, self.lora) if f.expert is not None]
-        return [f for f in (*shared, *each) if f.megatron_name.endswith(letter)]
+        factors = [factor for factor in adapter_rows(first, self.lora) if factor.expert is None]
+        for row in rows:
+            factors += [f for f in adapter_rows(row, self.lora) if f.expert is not None]
+        return [factor for factor in factors if factor.megatron_name.endswith(letter)]
 
     def _linear_of(self, row: Weight, length: int) -> Tensor:
         """[length] the linear with an adapter that each of this rank's rows belongs to, or -1."""
@@ -121,11 +120,11 @@ class Adapters:
 
     def live(self) -> dict[str, Tensor]:
         """The factors of this rank, by their name in the whole model; with their gradients."""
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         for factor, names in self._factors:
-            parts = by_expert(factor.value) if factor.experts else [factor.value]
-            found |= zip(names, parts, strict=True)
-        return found
+            tensors = by_expert(factor.value) if factor.experts else [factor.value]
+            factors |= zip(names, tensors, strict=True)
+        return factors
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -148,7 +147,7 @@ class Adapters:
             note: called with the row, the weight, ``scale B A`` in float32 and the merged weight of
                 each that is made.
         """
-        return _Merged(live, self._of, note)
+        return _Merged(live, self._place_of, note)
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Every factor for ``dist_checkpointing``, by its name in the whole model."""
@@ -159,6 +158,12 @@ class Adapters:
         """Take the factors that were saved as `sharded`."""
         for factor, _ in self._factors:
             factor.value.copy_(tensors[factor.key])
+
+
+def _local_shape(factor_rows: Sequence[Weight], size: int) -> tuple[int, ...]:
+    """The shape of this rank's part of a factor, of several experts with their number before."""
+    shape = factor_rows[0].shard_shape(size)
+    return shape if factor_rows[0].expert is None else (len(factor_rows), *shape)
 
 
 class _Place(NamedTuple):

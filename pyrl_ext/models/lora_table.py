@@ -1,4 +1,4 @@
-"""The factors of adapters as rows of a weight table, apart from the base's: one A and one B for
+"""The factors of adapters as rows of a weight table: one A and one B for
 each HF linear, also where megatron fuses several, and for each routed expert."""
 
 from __future__ import annotations

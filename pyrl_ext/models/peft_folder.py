@@ -135,7 +135,8 @@ def _read_modules(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _fused_kinds(where: str, a: Tensor, b: Tensor, sizes: ModelSizes) -> tuple[str, ...]:
     """The linears of a fused pair of experts, by its shapes."""
-    (rows, inputs), (outputs, columns) = a.shape, b.shape
+    rows, inputs = a.shape
+    outputs, columns = b.shape
     hidden = sizes.hidden_size
     width = sizes.moe_intermediate_size
     kinds = {(hidden, 2 * width): _KINDS[:2], (width, hidden): _KINDS[2:]}
@@ -289,7 +290,7 @@ def save_adapter(
     Args:
         dtype: of the factors in the file; None: unchanged.
 
-    Communicates: as ``named`` does, and whether a rank failed.
+    Communicates: as ``named`` does, and the ranks that failed.
     Raises: OSError on every rank if the main rank cannot write.
     """
     kind = None if dtype is None else dtype_of(dtype)

@@ -132,7 +132,7 @@ class RouterHook:
 
 
 class Agreement(NamedTuple):
-    """How far routers agree with the routes they replayed, over all ranks.
+    """Agreement of routers with the routes they replayed, over all ranks.
 
     Args:
         share: sum over rows of |experts of both| / K.
@@ -337,7 +337,8 @@ def _choose(router: Any, scores: Tensor) -> Tensor:
     if router.score_function == "sigmoid" and router.expert_bias is not None:
         scores = scores + router.expert_bias.float()
     if config.moe_router_group_topk:
-        (rows, experts), groups = scores.shape, config.moe_router_num_groups
+        rows, experts = scores.shape
+        groups = config.moe_router_num_groups
         kept = config.moe_router_group_topk
         return group_limited_topk(scores, router.topk, rows, experts, groups, kept)[1]
     return scores.topk(router.topk, dim=1, sorted=in_order)[1]

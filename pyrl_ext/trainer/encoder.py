@@ -84,7 +84,8 @@ def forward(
 
     Communicates: waits for patches that are still on their way.
     """
-    topo, (chunk,) = module.topo, module.chunks
+    topo = module.topo
+    (chunk,) = module.chunks
     shard.wait(number)
     patches, grids, rows = shard.images[module.name].microbatch(number, topo.dp_rank)
     if patches is not None:

@@ -3,7 +3,7 @@
 An encoder's last stage ends in `give`, the "loss" of its schedule: forward sends rows to the ranks
 that embed them, backward waits for their gradients. A reader's first stage begins with `Edge.take`:
 leaf tensors whose gradients go back as soon as they are complete. MTP layers, which embed the same
-rows one row earlier and on another stage, have edges for themselves. Who sends which rows to whom
+rows one row earlier and on another stage, have separate edges. Who sends which rows to whom
 follows from the batch (`pack/encoder_work.py`), so no shapes are exchanged, and nothing is sent
 where no row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
 
@@ -16,7 +16,7 @@ when the run starts (`GroupMaker.connect`); all messages of a rank for one micro
 one launch; and all ranks launch in the order of microbatches.
 
 Where an encoder shares the ranks of its reader's first stage, both ends are in one graph: `swap` is
-sender and receiver at once, and the reader's backward goes on through the encoder.
+sender and receiver at once, and the reader's backward continues into the encoder.
 """
 
 # torch.distributed is not fully typed
@@ -164,7 +164,7 @@ class Edge:
         Args:
             sends: gradients that this rank, a reader as well, owes other ranks.
 
-        Communicates: receives as many numbers as `send` sent.
+        Communicates: receives the same number of elements as `send` sent.
         """
         reached = list(self._reached(work, microbatch, replica))
         grads = [(rank, self._empty(len(route.source))) for rank, route in reached]
@@ -350,7 +350,7 @@ def swap(
         output: [F, width], the rows that this rank encoded; None: none.
 
     Returns: as `Edge.take`; the gradient reaches the ``output`` of every rank.
-    Communicates: `Edge.exchange`; in backward as many numbers, the gradients.
+    Communicates: `Edge.exchange`; in backward the gradients, the same number of elements.
     """
     sends: Messages = []
     if output is not None:
@@ -397,7 +397,7 @@ class _Swap(torch.autograd.Function):
 
 class RunsAhead(KnownShapes):
     """A module's pipeline with ``more`` stages that do not exist behind its last one, so that its
-    stages do as many forward passes more before they wait for a gradient."""
+    stages do that many more forward passes before they wait for a gradient."""
 
     def __init__(self, more: int, *arguments: Any):
         super().__init__(*arguments)

@@ -44,7 +44,7 @@ class MicrobatchPrefetcher:
         shard:    of this rank, on the host.
         topo:     gives this rank's place in each microbatch.
         replay:   the routers of the model.
-        replayed: whether routers use the routes of the samples; else they choose for themselves.
+        replayed: True if routers use the routes of the samples; else they choose.
         depths:   MTP layers whose inputs are needed.
         axes:     rows of images have positions in time, height and width.
 

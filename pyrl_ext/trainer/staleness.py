@@ -17,7 +17,7 @@ from pyrl_ext.trainer.policy import Scores
 
 
 def ages_of(shard: BatchShard, step: int, plan: Plan) -> Tensor:
-    """[N, A] bool, whether each row of the last stage has age 0 .. A - 1 in ``step``."""
+    """[N, A] bool, True where a row of the last stage has age 0 .. A - 1 in ``step``."""
     most = plan.rollout.ahead + 1  # a group that is carried is one older, where that is trained
     ages = (step - shard.columns["versions"]).clamp(0, most)
     return ages[:, None] == torch.arange(most + 1)

@@ -101,7 +101,7 @@ class Step(ABC):
 
         Args:
             rollout:     its samples are dropped once they are rows.
-            minibatches: None: as many as the plan has.
+            minibatches: number of minibatches; None: the plan's.
 
         Raises: on every rank, if the samples of one are wrong.
         """
@@ -361,7 +361,7 @@ class RolloutStep(Step):
 
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
-    """How far trainer and engine differ in log-probs and in routes of the same tokens."""
+    """Differences of trainer and engine in log-probs and routes of the same tokens."""
     none = torch.empty(0)
     tokens = sum(counts[0] for counts in shard.loss_tokens)
     rollout = shard.columns.get("rollout_logprobs", none)
@@ -405,5 +405,5 @@ def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[in
     scores = policy.scores(shard, replay=plan.replay.enabled)
     gap, counted = gaps(shard, scores.logprobs, int(index.versions[0]))
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo).tolist()
-    apart = {n: 1 - each.share / each.rows for n, each in scores.agreement.items() if each.rows}
-    return total / number, apart
+    missed = {n: 1 - x.share / x.rows for n, x in scores.agreement.items() if x.rows}
+    return total / number, missed
