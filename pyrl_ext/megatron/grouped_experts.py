@@ -40,27 +40,17 @@ class GroupedExperts(MegatronModule):
         linear_fc2: [E, hidden, width].
         adapters: of either weight, by its name.
 
-    Raises: ValueError for experts that are neither gated by silu nor squared ReLUs without gates,
-        or have biases; and for rows of their weights that are no multiples of 16 bytes, as
-        ``grouped_mm`` needs them.
+    Raises: ValueError for rows of the weights that are no multiples of 16 bytes, as ``grouped_mm``
+        needs them.
     """
 
     def __init__(
         self, num_local_experts: int, config: Any, pg_collection: Any, name: str | None = None
     ):
         super().__init__(config=config)
-        if (kind := (config.gated_linear_unit, config.activation_func)) not in UNITS:
-            raise ValueError(
-                f"GroupedExperts: activation {kind[1]}, gated {kind[0]}, expected silu and gated, "
-                "or a squared ReLU and not"
-            )
-        self.unit = UNITS[kind]
-        self.inner = 1 + kind[0]
-        if config.add_bias_linear or config.moe_apply_probs_on_input:
-            raise ValueError(
-                f"GroupedExperts: add_bias_linear {config.add_bias_linear}, "
-                f"moe_apply_probs_on_input {config.moe_apply_probs_on_input}, expected neither"
-            )
+        gated = config.gated_linear_unit
+        self.unit = UNITS[gated, config.activation_func]
+        self.inner = 1 + gated
         self.ep_group = pg_collection.ep
         self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp

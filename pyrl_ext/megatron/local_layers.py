@@ -213,9 +213,8 @@ class LatentAttention(MLASelfAttention):
     def _rotary_width(self) -> int:
         return self.config.qk_pos_emb_head_dim
 
-    def _gathers(self, packed: Any) -> bool:
-        is_packed = isinstance(packed, PackedSequences)
-        return self.gathers_latents and is_packed and packed.place.cp_group is not None
+    def _gathers(self, packed: PackedSequences) -> bool:
+        return self.gathers_latents and packed.place.cp_group is not None
 
 
 def gated_unit(gate_up: Tensor, bias: None, *_: bool) -> Tensor:
@@ -243,18 +242,11 @@ class ReplicatedLinear(MegatronModule):
         *,
         config: Any,
         init_method: Any,
-        parallel_mode: str | None = None,
-        bias: bool = False,
         **_: Any,
     ):
         super().__init__(config=config)
         self.gradient_accumulation_fusion = False  # set by `wrap_ddp`
         self.tp_group: Any = None  # set by model.build; megatron passes none to a replicated linear
-        if bias or parallel_mode != "duplicated":
-            raise ValueError(
-                f"ReplicatedLinear: bias={bias}, parallel_mode={parallel_mode!r}, "
-                "expected no bias and 'duplicated'"
-            )
         device = torch.cuda.current_device()
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)

@@ -229,16 +229,10 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **_: Any,
     ):
         super().__init__(config=config)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError(
-                f"PackedAttention: dropout is {dropout}, expected 0 (RL scores tokens)"
-            )
         self.scale = softmax_scale
 
     def forward(
@@ -252,11 +246,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         chunks: Chunks | None = None,  # given: keys and values are gathered already, in its order
     ) -> Tensor:
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(
-                f"PackedAttention: packed_seq_params is {type(packed_seq_params).__name__}, "
-                "expected PackedSequences; unpacked batches are not computed here"
-            )
+        assert packed_seq_params is not None
         group = packed_seq_params.place.cp_group
         if chunks is None and group is not None:
             key, value = (gather_over(group, x) for x in (key, value))

@@ -68,11 +68,7 @@ class TEAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(
-                f"TEAttention: packed_seq_params is {type(packed_seq_params).__name__}, expected "
-                "PackedSequences; unpacked batches are not computed here"
-            )
+        assert packed_seq_params is not None
         packed = packed_seq_params
         width = value.shape[2]
         causal = AttnMaskType.padding_causal

@@ -46,8 +46,7 @@ def build_tower(plan: Plan, topo: Topology) -> list[MegatronModule]:
     """This rank's stage of the plan's vision tower, in the plan's dtype, as the one model chunk."""
     sizes = plan.sizes
     tower = sizes.vision
-    if tower is None or not isinstance(sizes, VisionLanguage):
-        raise ValueError(f"build_tower: {plan.model.family} has no vision_config, expected one")
+    assert tower is not None and isinstance(sizes, VisionLanguage)
     rope = plan.hf["vision_config"].get("rope_parameters") or {}
     if (theta := rope.get("rope_theta", ROPE_THETA)) != ROPE_THETA:
         raise ValueError(

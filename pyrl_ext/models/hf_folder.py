@@ -145,11 +145,9 @@ class SafetensorsFolder:
         wanted = {name for w in table for name in w.hf_names}
         kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
         if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
-            scales = sorted(n for n in self.names if n.endswith(("_scale_inv", "_scale")))
-            noted = f", with {len(scales)} scales such as {scales[0]}" if scales else ""
             raise ValueError(
                 f"checkpoint: {quantised[0]} in {self.folder} is {kinds[quantised[0]]} "
-                f"({len(quantised)} tensors{noted}), expected one of {', '.join(sorted(FLOATS))}; "
+                f"({len(quantised)} tensors), expected one of {', '.join(sorted(FLOATS))}; "
                 "quantised weights are not trained. Convert the checkpoint to bfloat16"
             )
         skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}

@@ -144,6 +144,11 @@ class Agreement(NamedTuple):
     exact: float
     rows: float
 
+    @property
+    def fraction(self) -> float:
+        """Mean over rows of the share of experts that both chose."""
+        return self.share / self.rows
+
 
 class Replay:
     """The routers of one model on this rank.

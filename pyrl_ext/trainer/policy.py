@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -194,7 +193,8 @@ class Policy:
             assert micro.inputs is not None  # the last stage has them
             return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
 
-        with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
+        self._set_training(False)
+        with torch.no_grad(), replay_hooks.session(counting=replay):
             parts = self._run(shard, reduce, replay, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
@@ -286,7 +286,8 @@ class Policy:
         trained = [module for module in self.modules.values() if module.optimizer is not None]
         for module in trained:
             module.zero_grad()
-        with self.module.replay.session(), self._mode(training=True):
+        self._set_training(True)
+        with self.module.replay.session():
             parts = self._run(minibatch, reduce, self.plan.replay.train, in_chunk=in_chunk)
         sums = self._sums(parts)
         for module in trained:
@@ -402,12 +403,10 @@ class Policy:
             pg_collection=topo.groups,
         )
 
-    @contextmanager
-    def _mode(self, training: bool) -> Iterator[None]:
+    def _set_training(self, training: bool) -> None:
         for module in self.modules.values():
             for chunk in module.chunks:
                 chunk.train(training)
-        yield
 
     def _sums(self, parts: list[dict]) -> dict[str, tuple[float, float]]:
         """(sum, count) of each metric over all microbatches of all ranks.

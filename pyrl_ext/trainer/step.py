@@ -355,7 +355,7 @@ class RolloutStep(Step):
                 slept=plan.engine_sleeps,
             ),
             step=policy.step,
-            agreement={n: each.share / each.rows for n, each in old.agreement.items() if each.rows},
+            agreement={layer: found.fraction for layer, found in old.agreement.items()},
             topo=self.topo,
         )
 
@@ -370,8 +370,8 @@ def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
     if old.agreement:
         share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
         metrics |= {"route/agree_topk": share / count, "route/exact_set": exact / count}
-        for layer, each in old.agreement.items():
-            metrics[f"route/agree_topk/layer_{layer}"] = each.share / each.rows
+        for layer, agreement in old.agreement.items():
+            metrics[f"route/agree_topk/layer_{layer}"] = agreement.fraction
     return metrics
 
 
@@ -405,5 +405,5 @@ def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[in
     scores = policy.scores(shard, replay=plan.replay.enabled)
     gap, counted = gaps(shard, scores.logprobs, int(index.versions[0]))
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo).tolist()
-    missed = {n: 1 - x.share / x.rows for n, x in scores.agreement.items() if x.rows}
+    missed = {layer: 1 - found.fraction for layer, found in scores.agreement.items()}
     return total / number, missed

@@ -130,9 +130,6 @@ def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
-        ({"gated_linear_unit": False}, "gated False"),
-        ({"activation_func": torch.nn.functional.gelu}, "activation"),
-        ({"add_bias_linear": True}, "add_bias_linear True"),
         (
             {"params_dtype": torch.bfloat16, "hidden_size": 20},
             "hidden 20, width 8, expected multiples of 8 in torch.bfloat16",
