@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-class quiet:
+@contextmanager
+def quiet() -> Iterator[None]:
     """Inside, megatron's warnings are off: GPTModel deprecated, no TransformerEngine, no Apex."""
-
-    def __enter__(self) -> None:
-        self.caught = warnings.catch_warnings()
-        self.caught.__enter__()
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        self.before = logging.root.manager.disable
         logging.disable(logging.WARNING)
-
-    def __exit__(self, *_: Any) -> None:
-        logging.disable(self.before)
-        self.caught.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            logging.disable(before)
