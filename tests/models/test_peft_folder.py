@@ -80,7 +80,7 @@ def fuse(folder, plan, gate_and_up):
     width = plan.sizes.moe_intermediate_size
     wide = plan.sizes.num_experts * plan.lora.rank
     down = (torch.randn(wide, width), torch.randn(plan.sizes.hidden_size, wide))
-    tensors = {n: None for n in load_file(folder / TENSORS) if ".experts." in n}
+    tensors: dict[str, Any] = {n: None for n in load_file(folder / TENSORS) if ".experts." in n}
     for layer in plan.router_layers:
         experts = EXPERTS.replace("layers.1.", f"layers.{layer}.")
         for module, pair in ((f"{experts}.base_layer", gate_and_up), (experts, down)):
