@@ -1,7 +1,8 @@
 """Registers, memory and spills of every GPU kernel as compiled: ``python -m benchmarks.binaries``.
 
-Registers, spills and shared memory of each Triton variant named in a ``BUILDS`` and of each CUDA
-kernel inside the extension, for every target. Needs no GPU: nothing runs.
+Registers, spills and shared memory of each Triton variant that a launch of
+`tests.helpers.launch_shapes` asks for and of each CUDA kernel inside the extension, for every
+target. Needs no GPU: nothing runs.
 """
 
 import ctypes
@@ -9,22 +10,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from rich.console import Console
 from rich.table import Table
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-import pyrl_ext
+from tests.helpers.launch_shapes import ROWS, launch_shapes
+from tests.helpers.offline_triton import Variant, offline
 
-PACKAGE = Path(pyrl_ext.__file__).parent
 TARGETS = (80, 90, 100)
 
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -40,43 +38,19 @@ class Binary(NamedTuple):
     shared: int
 
 
-def triton_builds() -> dict[str, tuple[Any, dict[str, str], dict[str, object]]]:
-    """``op variant`` -> (kernel, signature, constexprs) of every op's ``triton_kernel.BUILDS``;
-    among the last may be the launch's ``num_warps``."""
-    builds = {}
-    for file in sorted(PACKAGE.glob("ops/*/triton_kernel.py")):
-        op = file.parent.name
-        module = import_module(f"pyrl_ext.ops.{op}.{file.stem}")
-        for name, build in getattr(module, "BUILDS", {}).items():
-            builds[f"{op} {name.removeprefix(op).strip()}"] = build
-    return builds
+def triton_binaries(name: str, target: int) -> list[Binary]:
+    """The kernels of a launch of `launch_shapes`, compiled now for every kind of row count."""
+    launch = launch_shapes()[name]
+    with tempfile.TemporaryDirectory() as folder, offline(Path(folder), target) as variants:
+        for rows in ROWS:
+            launch(rows)
+        return [binary_of(variant, target) for variant in variants]
 
 
-def build_triton(name: str, target: int) -> Binary:
-    """Compile one variant ahead of time."""
-    return compiled(name, triton_builds()[name], target)
-
-
-def compiled(
-    name: str,
-    build: tuple[Any, dict[str, str], dict[str, object]],
-    target: int,
-    aligned: Collection[str] = (),
-    **options: Any,
-) -> Binary:
-    """``aligned``: arguments that 16 divides; ``options``: those of the launch (``num_warps``)."""
-    kernel, signature, constants = build
-    constexprs = {name: value for name, value in constants.items() if name in signature}
-    options |= {name: value for name, value in constants.items() if name not in signature}
-    known = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=known)
-    built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        (read,) = read_usage(Path(file.name))
-    # what a launch asks for besides is known to Triton alone
-    return read._replace(kernel=name, target=target, shared=built.metadata.shared)
+def binary_of(variant: Variant, target: int) -> Binary:
+    (binary,) = read_usage(variant.cubin)
+    # cuobjdump does not know the shared memory that a launch asks for
+    return binary._replace(kernel=variant.kernel, target=target, shared=variant.shared)
 
 
 def extension() -> Path | None:
@@ -124,8 +98,10 @@ def readable(mangled: str) -> str:
 
 def all_binaries() -> Iterator[Binary]:
     """Every kernel of the package for every target; Triton's are compiled now."""
-    for name in triton_builds():
-        yield from (build_triton(name, target) for target in TARGETS)
+    for name in launch_shapes():
+        for target in TARGETS:
+            for binary in triton_binaries(name, target):
+                yield binary._replace(kernel=f"{name}: {binary.kernel}")
     if file := extension():
         yield from sorted(read_usage(file))
 

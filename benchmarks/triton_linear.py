@@ -212,27 +212,3 @@ def split_logprob(
         splits:  columns of a split, forward and backward.
     """
     return _SplitLogprob.apply(hidden, weight, targets, splits)  # type: ignore[return-value]
-
-
-_INPUTS = dict(hidden="*bf16", weight="*bf16", targets="*i64")
-_SIZES = dict.fromkeys(("T", "V", "H"), "i32")
-_TILE = dict.fromkeys(TILE, "constexpr")
-
-BUILDS: dict[str, tuple[triton.JITFunction, dict[str, str], dict[str, object]]] = {
-    "split_stats": (
-        split_stats_kernel,
-        {**_INPUTS, "parts": "*fp32", "found": "*fp32", **_SIZES, "SPLIT": "constexpr", **_TILE},
-        dict(SPLIT=FORWARD_SPLIT, **TILE),
-    ),
-    "merge_splits": (
-        merge_splits_kernel,
-        dict(parts="*fp32", found="*fp32", out="*fp32", T="i32", splits="i32", BLOCK="constexpr"),
-        dict(BLOCK=128),
-    ),
-    "split_grad": (
-        split_grad_kernel,
-        {**_INPUTS, "forward": "*fp32", "grads": "*fp32", "out": "*bf16", **_SIZES}
-        | {"first": "i32", "width": "i32", **_TILE, "GROUP": "constexpr"},
-        TILE | GROUP,
-    ),
-}

@@ -28,7 +28,6 @@ COMMANDS = {
         "pyrl_ext.tools.doctor",
         "show what this machine has, and whether a plan can run on it",
     ),
-    "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
 }
 
 

@@ -80,7 +80,6 @@ def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
         ("plan stepss=3", 2),
         ("train stepss=3", 2),
         ("serve stepss=3", 2),
-        ("prebuild --into=none stepss=3", 2),
     ],
 )
 def test_main_imports_no_torch_to_say_whether_a_plan_holds(words: str, code: int):

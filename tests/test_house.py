@@ -41,7 +41,7 @@ ORDER: list[str] = [
 
 # Modules that only files or folders whose name starts with one of these words may import.
 NAMED_AFTER = {
-    "triton": {"triton", "vllm", "prebuild", "prebuilt"},  # vLLM runs on it
+    "triton": {"triton", "vllm"},  # vLLM runs on it
     "vllm": {"vllm"},
     "transformer_engine": {"te", "transformer"},
     "huggingface_hub": {"hf"},
@@ -152,6 +152,19 @@ def test_house_has_no_process_group_in_ops():
         if within(name, "torch.distributed") or name.split(".")[-1] == "ProcessGroup"
     ]
     assert not wrong, "ops are local; collectives live above them:\n" + "\n".join(wrong)
+
+
+def test_house_imports_no_other_room_in_ops():
+    wrong = [
+        f"{place(file, line)}: {module}"
+        for file in FILES
+        if room_of(file) == "ops"
+        for line, module in imports_of(file)
+        if within(module, "pyrl_ext")
+        and not within(module, "pyrl_ext.ops")
+        and not within(module, "pyrl_ext._C")
+    ]
+    assert not wrong, "an operator knows tensors only:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(("room", "libraries"), [("schedule", set()), ("plan", PLAN_MAY_IMPORT)])

@@ -1,8 +1,8 @@
 """Every GPU kernel is compiled: ``python -m benchmarks.gpu.kernels``. Needs no GPU.
 
-Triton's variants are compiled from real launches on tensors without data: those of runs of
-GLM-4.7-Flash, and those of every case of the operators' contract. The CUDA C++ kernels of ``csrc``
-are looked for in the extension, for every target.
+Triton's variants are compiled from real launches on tensors without data: those of
+`tests.helpers.launch_shapes`, and those of every case of the operators' contract. The CUDA C++
+kernels of ``csrc`` are looked for in the extension, for every target.
 """
 
 from __future__ import annotations
@@ -20,41 +20,39 @@ from benchmarks.gpu.graphs import contract
 from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.rows import ABSENT, FAILED, note, noting
 from pyrl_ext.ops._op import Backend
-from pyrl_ext.plan import compile_plan
-from pyrl_ext.tools.prebuild.kernels import build, offline
+from tests.helpers.launch_shapes import ROWS, launch_shapes
+from tests.helpers.offline_triton import offline
 
 GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\s*\(")
-LAYOUT = ("hardware.gpu=H200", "parallel.cp=2", "parallel.dp=4")  # attention gathers rows, too
-HEADS = {"fused head": (), "logits": ("logprob.head=logits", "logprob.accept_rounded_logits=on")}
 TARGET = 90
 
 
-def launches_of_runs() -> None:
-    for head, more in HEADS.items():
-        plan = compile_plan(ROOT / "configs" / "glm47.yaml", [*LAYOUT, *more])
-
-        def say(line: str, head: str = head) -> None:
-            name, _, text = line.partition(": ")
-            note(f"Triton, a run with {head}: {name}", text=text)
-
-        with tempfile.TemporaryDirectory() as folder, noting(f"Triton, a run with {head}"):
-            build(plan, Path(folder), say)
+def launches_of_models() -> None:
+    """Triton's kernels with the shapes of real models, for every target."""
+    for target in TARGETS:
+        with tempfile.TemporaryDirectory() as folder, offline(Path(folder), target) as variants:
+            for name, launch in launch_shapes().items():
+                before = len(variants)
+                with noting(f"Triton, sm_{target}: {name}"):
+                    for rows in ROWS:
+                        launch(rows)
+                    note(f"Triton, sm_{target}: {name}", variants=len(variants) - before)
 
 
 def launches_of_the_contract() -> None:
     """Triton's backend of each operator, as it is called for each case of the contract."""
     device = torch.device("meta")
-    with tempfile.TemporaryDirectory() as folder, offline(Path(folder), TARGET) as found:
+    with tempfile.TemporaryDirectory() as folder, offline(Path(folder), TARGET) as variants:
         for name, backends, args in contract(device):
             shown = f"Triton, contract: {name}"
             for backend in (each for each in backends if each.name == "triton"):
                 if reason := refusal(backend, args):
                     note(shown, ABSENT, reason)
                     continue
-                before = len(found)
+                before = len(variants)
                 with noting(shown):
                     backend.run(*args)
-                    note(shown, launches=len(found) - before)
+                    note(shown, launches=len(variants) - before)
 
 
 def refusal(backend: Backend, args: tuple[Any, ...]) -> str | None:
@@ -88,7 +86,7 @@ def cuda_kernels() -> None:
 
 
 def main() -> None:
-    launches_of_runs()
+    launches_of_models()
     launches_of_the_contract()
     with noting("CUDA C++"):
         cuda_kernels()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=called("pyrl_ext.plan"), description=__doc__)
     parser.add_argument("config", nargs="?", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
-    parser.add_argument(
-        "--build", metavar="DIR", help="compile the plan's Triton kernels into a folder"
-    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
@@ -81,8 +77,6 @@ def _answer(plan: Plan, options: argparse.Namespace) -> int:
     if options.json:
         print(plan.to_json(), end="")
         return 0
-    if options.build:
-        return _run("pyrl_ext.tools.prebuild", options, "--into", options.build)
     _print(plan, options, comparison)
     return 0
 
@@ -162,12 +156,6 @@ def _write_page(
         print(f"command line: --html {path}: {message}", file=sys.stderr)
         return False
     return True
-
-
-def _run(module: str, options: argparse.Namespace, *more: str) -> int:
-    """Run a command that needs torch in a separate process: the plan imports none of it."""
-    command = [sys.executable, "-m", module, options.config, *options.overrides, *more]
-    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

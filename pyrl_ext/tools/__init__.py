@@ -1,1 +1,1 @@
-"""Commands besides training: doctor, export, prebuild, report."""
+"""Commands besides training: doctor, export, report."""

@@ -101,18 +101,6 @@ def finish(step: Step, run: RunFolder, clock: Clock) -> None:
         print(f"stopped after step {reached}; the same command resumes from here", flush=True)
 
 
-def load_kernels(plan: Plan, topo: Topology) -> None:
-    """Let Triton load the kernels that were compiled for this plan, and say so."""
-    if (folder := plan.kernels.prebuilt) is None:
-        return
-    from pyrl_ext.ops import prebuilt  # needs Triton
-
-    config = plan.sizes.megatron_config()
-    launches = prebuilt.use(plan, config, Path(folder))
-    if topo.is_main:
-        print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)
-
-
 def start(plan: Plan) -> int:
     """Run the plan on this rank; returns the exit code: 0, 1, 2 or `STOPPED`."""
     if plan.threads:
@@ -130,7 +118,6 @@ def start(plan: Plan) -> int:
             for note in plan.notes * topo.is_main:  # old names of keys, and what else may surprise
                 print(f"note: {note}", flush=True)
             plan = fetch(plan, topo)
-            load_kernels(plan, topo)
             done = train(plan, topo, heartbeat)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device
+from pyrl_ext.ops._triton import refuse_device
 
 from .reference import new_outputs
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
 
 MAX_EXPERTS = 1024
 
@@ -83,19 +79,3 @@ def expert_rows_grad(
             WIDTH=sizes["WIDTH"],
         )
     return out
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: of every layer with experts."""
-    if not plan.router_layers:
-        return
-    top_k = plan.sizes.topk
-    experts = plan.sizes.num_experts
-
-    def both(rows: int) -> None:
-        routing_map = meta(rows, experts, dtype=torch.bool)
-        expert_rows(routing_map, meta(rows, experts), top_k)
-        order = meta(rows * top_k, dtype=torch.int64)
-        expert_rows_grad(meta(rows * top_k), order, order, rows, experts)
-
-    yield f"expert_rows {top_k} of {experts}", both

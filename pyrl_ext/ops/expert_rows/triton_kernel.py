@@ -98,25 +98,3 @@ def tiles(experts: int) -> dict[str, int]:
     width = 1 << (experts - 1).bit_length()
     tall = max(1, min(256, 1024 // width))
     return {"TALL": tall, "STEPS": 256 // tall, "WIDTH": width}
-
-
-def _build(kernel, real: str, experts: int, **constants: int) -> tuple:
-    types = {"routing_map": "*i1", "rows": "*i64", "starts": "*i64", "order": "*i64"}
-    types |= {"places": "*i64", "counts": "*i32", "tile_counts": "*i32"}
-    types |= dict.fromkeys(("probs", "weights", "grad", "out"), f"*{real}")
-    types |= {"T": "i64", "E": "i32", "K": "i32", "TILES": "i32"}
-    sizes: dict[str, object] = {**tiles(experts), **constants}
-    sizes = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-    types |= dict.fromkeys(sizes, "constexpr")
-    return kernel, {name: types[name] for name in kernel.arg_names}, sizes
-
-
-BUILDS = {
-    f"{name} {experts} {real}": _build(kernel, real, experts, **constants)
-    for experts, top_k, real in ((64, 4, "fp32"), (256, 8, "fp32"), (8, 2, "bf16"))
-    for name, kernel, constants in (
-        ("count", expert_rows_count_kernel, {}),
-        ("rows", expert_rows_kernel, {"CHUNK": 1024 // tiles(experts)["WIDTH"]}),
-        ("grad", expert_rows_grad_kernel, {"K": top_k}),
-    )
-}

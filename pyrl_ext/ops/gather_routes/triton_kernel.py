@@ -1,5 +1,3 @@
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -27,19 +25,3 @@ def gather_routes_kernel(
     fill = (m * K + j) % num_experts
     value = tl.where(row >= 0, expert.to(tl.int64), fill)
     tl.store(out + (layer * M + m) * K + j, value.to(out.dtype.element_ty), inside)
-
-
-def _build(ids: str, K: int, padded: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    pointers = dict(routes=ids, rows="*i64", slots="*i64", out=ids)
-    sizes = dict(row_stride="i64", M="i64", num_experts="i32")
-    constants = dict(K=K, PADDED_K=padded, BLOCK=1024 // padded)
-    signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
-    return gather_routes_kernel, signature, constants
-
-
-BUILDS = {
-    "u8, K=4": _build("*u8", 4, 4),
-    "u8, K=8": _build("*u8", 8, 8),
-    "u16, K=6": _build("*u16", 6, 8),
-    "u16, K=8": _build("*u16", 8, 8),
-}

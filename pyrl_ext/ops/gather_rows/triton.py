@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops._triton import refuse_device
 
 from .native import rows_of
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
 
 TILE = 2048  # elements a program moves
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,39 +63,3 @@ def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) 
 def words(tensor: Tensor) -> Tensor:
     """The same memory as integers of the element's width."""
     return tensor.view(WORDS[tensor.element_size()])
-
-
-def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
-    """Elements per row on a rank of what attention reorders: keys and values under context
-    parallelism; in single precision queries and outputs, too, under every layout."""
-    sizes = plan.sizes
-    parallel = plan.parallel
-    whole = plan.model.dtype == "float32"  # attention by shapes
-    if not whole and parallel.cp == 1 and parallel.dynamic_cp is None:
-        return []
-    if config.get("multi_latent_attention"):
-        widths = {config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]}
-    else:
-        widths = {config["kv_channels"]}
-    heads = {max(1, (sizes.query_groups or sizes.num_attention_heads) // parallel.tp)}
-    if whole:
-        heads.add(max(1, sizes.num_attention_heads // parallel.tp))
-    return sorted({number * width for number in heads for width in widths})
-
-
-def row_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
-    """`attention_widths`, and that of hidden states in the order of experts."""
-    experts = {plan.sizes.hidden_size} if plan.sizes.num_experts else set[int]()
-    return sorted({*attention_widths(plan, config), *experts})
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: rows in the order of attention and of experts."""
-    dtype = dtype_of(plan.model.dtype)
-    for width in row_widths(plan, config):
-
-        def gather(rows: int, width: int = width) -> Tensor:
-            src = meta(rows, width, dtype=dtype)
-            return gather_rows(src, meta(rows, dtype=torch.int64), None)
-
-        yield f"gather_rows {short(dtype)} x {width}", gather

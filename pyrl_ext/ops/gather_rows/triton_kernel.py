@@ -37,30 +37,3 @@ def gather_rows_kernel(
                 tl.where(row >= 0, value, padding),
                 inside,
             )
-
-
-def _build(width: int, pointer: str, fill: str, tall: int, wide: int):
-    signature = {
-        "srcs": (pointer,),
-        "strides": ("i64",),
-        "rows": "*i64",
-        "fills": (fill,),
-        "outs": (pointer,),
-        "firsts": ("i32", "i32"),
-        "M": "i64",
-    }
-    constexprs = {
-        "WIDTHS": (width,),
-        "TALL": (tall,),
-        "WIDE": (wide,),
-        "FILL_ROWS": fill.startswith("*"),
-    }
-    return gather_rows_kernel, {**signature, **dict.fromkeys(constexprs, "constexpr")}, constexprs
-
-
-BUILDS = {
-    "gather_rows hidden 2048 bf16": _build(2048, "*i16", "*i16", 2, 1024),
-    "gather_rows hidden 2048 bf16, zeros": _build(2048, "*i16", "i32", 2, 1024),
-    "gather_rows token ids": _build(1, "*i64", "i64", 1024, 1),
-    "gather_rows routes 188 B": _build(188, "*i8", "*i8", 8, 256),
-}

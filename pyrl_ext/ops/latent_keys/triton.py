@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops._triton import refuse_device
 from pyrl_ext.ops.rotary.native import heads_of
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
 
 
 def refuse(both: Tensor, *_: Any) -> str | None:
@@ -64,27 +59,3 @@ def _launch(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bool
         ACC=tl.float64 if key.dtype == torch.float64 else tl.float32,
         **tiles(*sizes),
     )
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``; none without latent attention."""
-    if not config.get("multi_latent_attention"):
-        return
-    heads = config["num_attention_heads"] // plan.parallel.tp
-    dtype = dtype_of(plan.model.dtype)
-    plain = config["qk_head_dim"]
-    rest = config["v_head_dim"]
-    turned = plan.sizes.rotary_width
-
-    def join(rows: int) -> object:
-        both = meta(rows, heads, plain + rest, dtype=dtype)
-        shared = meta(rows, turned, dtype=dtype)
-        return latent_keys(both, shared, plain)
-
-    def part(rows: int) -> object:
-        key = meta(rows, heads, plain + turned, dtype=dtype)
-        return latent_keys_grad(key, meta(rows, heads, rest, dtype=dtype), plain)
-
-    name = f"latent_keys {short(dtype)} {heads} x {plain}, {rest}, {turned} shared"
-    yield name, join
-    yield f"{name} back", part

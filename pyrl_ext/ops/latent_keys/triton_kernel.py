@@ -61,22 +61,3 @@ def tiles(heads: int, plain: int, common: int, rest: int) -> dict[str, int]:
 
     sizes = {"P": up(plain), "C": up(common), "R": up(rest)}
     return {"TALL": max(1, min(up(heads), 2048 // max(sizes.values()))), **sizes}
-
-
-def _build(dtype: str, acc: tl.dtype, back: bool) -> tuple:
-    signature: dict[str, str] = {}
-    for name in ("key", "value", "both", "shared"):
-        signature |= {name: f"*{dtype}", f"{name}_row": "i64"}
-        if name != "shared":
-            signature |= {f"{name}_head": "i64"}
-    sizes = {"HEADS": 20, "PLAIN": 192, "COMMON": 64, "REST": 256}
-    constants: dict[str, object] = {**sizes, "BACK": back, "ACC": acc}
-    constants |= tiles(*sizes.values())
-    return latent_keys_kernel, signature | dict.fromkeys(constants, "constexpr"), constants
-
-
-BUILDS = {
-    f"latent_keys {dtype}{' back' if back else ''}": _build(dtype, acc, back)
-    for dtype, acc in (("bf16", tl.float32), ("fp32", tl.float32))
-    for back in (False, True)
-}

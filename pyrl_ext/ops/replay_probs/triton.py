@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device
-from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.plan.model.route_ids import route_id_dtype
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
+from pyrl_ext.ops._triton import refuse_device
 
 
 def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
@@ -83,22 +77,3 @@ def _launch(
 
 def _power_of_two_from(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``; none where `refuse` declines a softmax."""
-    sigmoid = config.get("moe_router_score_function") == "sigmoid"
-    if not (plan.router_layers and plan.replay.enabled and sigmoid):
-        return
-    top_k = plan.sizes.topk
-    experts = plan.sizes.num_experts
-    scale = config.get("moe_router_topk_scaling_factor") or 1.0
-    dtype = dtype_of(route_id_dtype(experts))
-
-    def probs(rows: int) -> None:
-        scores = meta(rows, experts)
-        ids = meta(rows, top_k, dtype=dtype)
-        replay_probs(scores, ids, "sum", scale, torch.float32)
-        replay_probs_grad(scores, scores, ids, "sum", scale)
-
-    yield f"replay_probs {top_k} of {experts} x {scale:g}", probs

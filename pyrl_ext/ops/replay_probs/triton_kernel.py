@@ -78,22 +78,3 @@ def replay_probs_kernel(
     tl.store(out + m * E + e, dense.to(out.dtype.element_ty), here)
     if routing_map is not None:
         tl.store(routing_map + m * E + e, chosen, here)
-
-
-def _build(K: int, experts: int, ids: str, real: str, grad: bool) -> tuple:
-    pointers = {"scores": "*fp32", "ids": f"*{ids}", "out": f"*{'fp32' if grad else real}"}
-    pointers |= {"grad": f"*{real}"} if grad else {"routing_map": "*i1"}
-    width = 1 << (experts - 1).bit_length()
-    constants: dict[str, object] = {"routing_map" if grad else "grad": None, "K": K}
-    constants |= {"SLOTS": K, "THREADS": K, "WIDTH": width, "ROWS": 1024 // width}
-    constants |= {"SUM": True, "SCALE": 1.8}
-    signature = {**pointers, "M": "i32", "E": "i32", **dict.fromkeys(constants, "constexpr")}
-    order = replay_probs_kernel.arg_names
-    return replay_probs_kernel, {name: signature[name] for name in order}, constants
-
-
-BUILDS = {
-    f"{'grad' if grad else 'probs'} {K} of {E}, {real}": _build(K, E, ids, real, grad)
-    for K, E, ids, real in ((4, 64, "u8", "fp32"), (8, 256, "u8", "bf16"), (8, 384, "u16", "fp32"))
-    for grad in (False, True)
-}

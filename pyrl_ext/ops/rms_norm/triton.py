@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops._triton import refuse_device
 
 from .native import DTYPES, rows_of
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
 
 TILE = 2048  # elements that a program reads at once, at least a row
 WIDEST = 16384  # columns of a row, which a program holds
@@ -96,35 +91,3 @@ def rms_norm_grad(
 def _tiles(width: int) -> dict[str, int]:
     wide = 1 << (width - 1).bit_length()
     return {"TALL": max(1, TILE // wide), "WIDE": wide, "num_warps": max(4, wide // 512)}
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: of hidden rows, with the gradient of what passes next to
-    them and without; and of queries and keys, or their latents."""
-    dtype = dtype_of(plan.model.dtype)
-    tp = plan.parallel.tp
-    rest = config.get("qk_pos_emb_head_dim", 0)
-    shapes = [(1, config["hidden_size"], config["hidden_size"])]  # heads, width, stride of a row
-    if config.get("multi_latent_attention"):
-        wide = config.get("q_lora_rank") or 0
-        narrow = config["kv_lora_rank"]
-        shapes += [(1, wide, wide), (1, narrow, narrow + rest)]
-    elif config.get("qk_layernorm"):
-        wide = config["kv_channels"]
-        groups = config["num_query_groups"] // tp
-        heads = config["num_attention_heads"] // tp
-        whole = (heads + 2 * groups) * wide  # of a row of queries, keys and values
-        shapes += [(1, wide, wide) if groups > 1 else (heads, wide, whole), (groups, wide, whole)]
-    for heads, width, stride in shapes:
-        if width:
-
-            def both(rows: int, heads: int = heads, width: int = width, stride: int = stride):
-                x = meta(rows, stride, dtype=dtype)[:, : heads * width]
-                x = x.unflatten(1, (heads, width))
-                weight = meta(width, dtype=dtype)
-                scale = meta(rows, heads)
-                rms_norm(x, weight, 1e-5)
-                for residual in (x, None):
-                    rms_norm_grad(x, x, weight, scale, residual)
-
-            yield f"rms_norm {short(dtype)} {heads} x {width}", both

@@ -79,36 +79,3 @@ def rms_norm_sum_kernel(
         p = start + tl.arange(0, TALL)[:, None]
         total += tl.load(parts + p.to(tl.int64) * W + c, (p < P) & (c < W), other=0)
     tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), c < W)
-
-
-def _build(name: str, dtype: str, width: int, residual: bool):
-    kernel = {"fwd": rms_norm_fwd_kernel, "bwd": rms_norm_bwd_kernel, "sum": rms_norm_sum_kernel}
-    wide = 1 << (width - 1).bit_length()
-    types = dict.fromkeys(("x", "grad", "weight", "residual_grad", "out"), f"*{dtype}")
-    types |= {"scale": "*fp32", "parts": "*fp32", "eps": "fp32"}
-    types |= dict.fromkeys(("row", "head", "heads", "N", "W", "P", "span"), "i32")
-    constants: dict[str, object] = {"TALL": max(1, 2048 // wide), "WIDE": wide}
-    if name == "sum":
-        constants = {"TALL": 64, "WIDE": 32}
-    elif wide > 2048:
-        constants["num_warps"] = wide // 512
-    if not residual:
-        constants["residual_grad"] = None
-    signature = {n: types.get(n, "constexpr") for n in kernel[name].arg_names}
-    signature |= {n: "constexpr" for n in constants if n in signature}
-    kept = {n: c for n, c in constants.items() if n in signature or n == "num_warps"}
-    return kernel[name], signature, kept
-
-
-BUILDS = {
-    f"{name} {width} {dtype}{' residual' * residual}": _build(name, dtype, width, residual)
-    for name, width, dtype, residual in (
-        ("fwd", 2048, "bf16", False),
-        ("bwd", 2048, "bf16", True),
-        ("fwd", 4096, "bf16", False),
-        ("bwd", 4096, "bf16", True),
-        ("bwd", 128, "bf16", False),
-        ("bwd", 64, "fp32", True),
-        ("sum", 2048, "bf16", False),
-    )
-}

@@ -115,17 +115,6 @@ def rotary_kernel(
     )
 
 
-def _build(dtype: str, sizes: tuple[int, int, int, int, int], latent: bool, back: bool) -> tuple:
-    queries, q, keys, k, turned = sizes
-    signature = {"query": f"*{dtype}", "query_row": "i64", "query_head": "i64"}
-    signature |= {"key": f"*{dtype}", "key_row": "i64", "key_head": "i64", "turns": "*fp32"}
-    signature |= {"query_out": f"*{dtype}", "key_out": f"*{dtype}"}
-    constants = {"QUERIES": queries, "Q": q, "KEYS": keys, "K": k, "TURNED": turned}
-    constants |= {"LAST": latent, "FROM": latent and not back, "TO": latent and back, "BACK": back}
-    constants |= tiles(*sizes)
-    return rotary_kernel, signature | dict.fromkeys(constants, "constexpr"), constants
-
-
 def tiles(queries: int, q: int, keys: int, k: int, turned: int) -> dict[str, int]:
     """Sizes of tiles: powers of two."""
 
@@ -134,14 +123,3 @@ def tiles(queries: int, q: int, keys: int, k: int, turned: int) -> dict[str, int
 
     tall = max(1, min(up(queries), 2048 // up(max(q, k))))
     return {"TALL": tall, "HALF": up(turned // 2), "QP": up(q - turned), "KP": up(k - turned)}
-
-
-BUILDS = {
-    f"rotary {name}{' back' if back else ''}": _build(dtype, sizes, latent, back)
-    for name, dtype, sizes, latent in (
-        ("latent bf16", "bf16", (20, 256, 1, 64, 64), True),
-        ("halves bf16", "bf16", (32, 128, 4, 128, 128), False),
-        ("partial fp32", "fp32", (96, 128, 8, 128, 64), False),
-    )
-    for back in (False, True)
-}

@@ -1,18 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops._triton import refuse_device
 from pyrl_ext.ops.gather_rows.native import rows_of
-from pyrl_ext.ops.gather_rows.triton import TILE, row_widths
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
+from pyrl_ext.ops.gather_rows.triton import TILE
 
 
 def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | None:
@@ -46,16 +39,3 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
         ACC=tl.float64 if src.dtype == torch.float64 else tl.float32,  # type: ignore[arg-type]
     )
     return out
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: gradients of keys and values, sums over experts."""
-    dtype = dtype_of(plan.model.dtype)
-    for width in row_widths(plan, config):
-
-        def add(rows: int, dtype: torch.dtype = dtype, width: int = width) -> Tensor:
-            src = meta(rows, width, dtype=dtype)
-            order = meta(rows, dtype=torch.int64)
-            return sum_rows(src, order, meta(rows + 1, dtype=torch.int64), order)
-
-        yield f"sum_rows {short(dtype)} x {width}", add

@@ -27,18 +27,3 @@ def sum_rows_kernel(
         term = tl.load(src + m[:, None] * stride + c[None, :], more, other=0)
         total += term.to(ACC)
     tl.store(out + n[:, None] * C + c[None, :], total.to(out.dtype.element_ty), inside)
-
-
-def _build(dtype: str, acc: tl.dtype, tall: int, wide: int):
-    signature = {"src": f"*{dtype}", "stride": "i64", "starts": "*i64", "order": "*i64"}
-    signature |= {"out": f"*{dtype}", "N": "i64", "C": "i32"}
-    constexprs = {"TALL": tall, "WIDE": wide, "ACC": acc}
-    return sum_rows_kernel, {**signature, **dict.fromkeys(constexprs, "constexpr")}, constexprs
-
-
-BUILDS = {
-    "sum_rows hidden bf16": _build("bf16", tl.float32, 2, 1024),
-    "sum_rows hidden fp32": _build("fp32", tl.float32, 2, 1024),
-    "sum_rows scalars fp32": _build("fp32", tl.float32, 256, 1),
-    "sum_rows hidden fp64": _build("fp64", tl.float64, 2, 1024),
-}

@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops._triton import refuse_device
 
 from .reference import weight_grad_like
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
 
 TILE = 1024  # elements of a tile: more of the gradient do not fit the registers
 
@@ -68,9 +63,6 @@ def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[T
     return out, weight_grad
 
 
-SHARED = "moe_shared_expert_intermediate"
-
-
 def _dense(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.contiguous()
 
@@ -78,23 +70,3 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 def _tile(width: int) -> tuple[int, int]:
     wide = min(1024, 1 << (width - 1).bit_length())
     return TILE // wide, wide
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: routed experts, shared experts and dense layers."""
-    dtype = dtype_of(plan.model.dtype)
-    tp = plan.parallel.tp
-    plain = [config.get(f"{name}_size") or 0 for name in (SHARED, "ffn_hidden")]
-    widths = {size // tp for size in plain}
-    if plan.router_layers:
-        widths.add(config["moe_ffn_hidden_size"] // plan.parallel.etp_size)
-    for width in sorted(widths - {0}):
-
-        def both(rows: int, width: int = width) -> None:
-            gate_up = meta(rows, 2 * width, dtype=dtype)
-            grad = meta(rows, width, dtype=dtype)
-            for weight in (meta(rows), None):
-                swiglu(gate_up, weight)
-                swiglu_grad(grad, gate_up, weight)
-
-        yield f"swiglu {short(dtype)} x {2 * width}", both

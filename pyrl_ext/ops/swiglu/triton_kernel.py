@@ -58,23 +58,3 @@ def swiglu_bwd_kernel(
         tl.store(out + n * 2 * W + W + c, (g * silu).to(out.dtype.element_ty), inside)
     if weight_grad is not None:
         tl.store(weight_grad + n, tl.sum(total, 1, keep_dims=True), n < N)
-
-
-def _build(dtype: str, width: int, grad: bool):
-    kernel = swiglu_bwd_kernel if grad else swiglu_fwd_kernel
-    signature = {"gate_up": f"*{dtype}", "grad": f"*{dtype}", "out": f"*{dtype}"}
-    signature |= {"weight": "*fp32", "weight_grad": "*fp32", "N": "i32", "W": "i32"}
-    wide = min(1024, width)
-    constants: dict[str, object] = {"TALL": 1024 // wide, "WIDE": wide}
-    signature |= dict.fromkeys(constants, "constexpr")
-    return kernel, {name: signature[name] for name in kernel.arg_names}, constants
-
-
-BUILDS = {
-    f"{'bwd' if grad else 'fwd'} {width} {dtype}": _build(dtype, width, grad)
-    for width, dtype, grad in (
-        (1024, "bf16", False),
-        (1024, "bf16", True),
-        (32, "fp32", True),
-    )
-}

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
-from pyrl_ext.ops.dtypes import dtype_of
-
-if TYPE_CHECKING:
-    from pyrl_ext.plan import Plan
+from pyrl_ext.ops._triton import refuse_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 4096
@@ -151,32 +147,3 @@ def grad(
         num_warps=8,  # type: ignore[call-arg]
     )
     return out
-
-
-def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``, on every tensor-parallel rank."""
-    tp = plan.parallel.tp
-    model = dtype_of(plan.model.dtype)
-    columns = -(-plan.sizes.vocab_size // tp)
-    dtypes = [torch.float32 if plan.logprob.head == "fused" else model]
-    if plan.logprob.cache_bytes and model != torch.float32:
-        dtypes.append(model)  # the gradient reads cached logits
-    for dtype in dtypes:
-        for rank in range(tp):
-            first = rank * columns
-            width = min(plan.sizes.vocab_size - first, columns)
-
-            def score(
-                tokens: int, dtype: torch.dtype = dtype, first: int = first, width: int = width
-            ) -> None:
-                logits = meta(tokens, columns, dtype=dtype)
-                targets = meta(tokens, dtype=torch.int64)
-                scale, *vectors = (meta(tokens) for _ in range(6))
-                if plan.logprob.head == "logits" and tp == 1:
-                    rows(logits, targets, scale, width)
-                else:
-                    stats(logits, targets, scale, first, width)
-                    combine(meta(tp, 4, tokens), targets, scale, plan.sizes.vocab_size)
-                grad(logits, targets, scale, first, width, *vectors, dtype=model)
-
-            yield f"token_logprob {short(dtype)} {width} of {columns} from {first}", score

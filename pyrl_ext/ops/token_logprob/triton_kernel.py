@@ -164,39 +164,3 @@ def token_logprob_grad_kernel(
     g += tl.where(c == tl.load(targets + t) - first, own * gl, 0.0)
     g = tl.where(inside, g, 0.0)
     tl.store(out + row + c, g.to(out.dtype.element_ty), c < columns)
-
-
-_STATS = dict(targets="*i64", scale="*fp32", keep="*u8")
-_STATS |= dict.fromkeys(("out0", "out1", "out2", "out3"), "*fp32")
-_ROWS = dict.fromkeys(("max", "log_sum", "entropy", "grad_logprob", "grad_entropy"), "*fp32")
-_SIZES = dict(columns="i32", first="i32", width="i32")
-_FLAGS = dict.fromkeys(("MASKED", "WHOLE", "BLOCK"), "constexpr")
-_COMBINE = dict.fromkeys(("scale", "logprob", "entropy", "max", "log_sum"), "*fp32")
-_COMBINE |= dict(shards="i32", T="i32", valid_vocab="i32", ROWS="constexpr")
-
-BUILDS: dict[str, tuple[triton.JITFunction, dict[str, str], dict[str, object]]] = {
-    "combine": (
-        token_logprob_combine_kernel,
-        dict(stats="*fp32", targets="*i64", **_COMBINE),
-        dict(ROWS=128),
-    )
-}
-for _dtype in ("bf16", "fp32"):
-    for _masked in (False, True):
-        _name = f"{_dtype}{' masked' if _masked else ''}"
-        _sizes: dict[str, object] = dict(MASKED=_masked, BLOCK=4096)
-        for _whole in (False, True):
-            BUILDS[f"stats {_name}{' whole' if _whole else ''}"] = (
-                token_logprob_stats_kernel,
-                {"logits": f"*{_dtype}", **_STATS, **_SIZES, **_FLAGS},
-                {**_sizes, "WHOLE": _whole},
-            )
-        BUILDS[f"grad {_name}"] = (
-            token_logprob_grad_kernel,
-            {
-                **{"logits": f"*{_dtype}", "targets": "*i64", "scale": "*fp32", **_ROWS},
-                **{"keep": "*u8", "out": f"*{_dtype}", **_SIZES},
-                **{"MASKED": "constexpr", "BLOCK": "constexpr"},
-            },
-            _sizes,
-        )

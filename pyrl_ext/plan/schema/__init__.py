@@ -115,9 +115,6 @@ class Kernels(Section):
 
     backend: Literal["auto", "native", "triton"] = "auto"
     """native: CUDA C++; a named one serves or raises, auto takes the first that serves"""
-    prebuilt: Text | None = None
-    """folder of Triton kernels that plan --build wrote, relative to where the command is started;
-    null: they are compiled when first used"""
 
 
 class Rollout(Servers):
