@@ -92,7 +92,7 @@ parity: build  ## layouts of 1 to 4 ranks that combine every two features, again
 bench: build  ## kernels: what they compile to, then each against a copy and its peers; QUICK=1: a tenth as long
 	$(BIN)/python -m benchmarks.binaries
 	$(BIN)/python -m benchmarks.profile_step
-	$(BIN)/python -m benchmarks.wide_step --rounds 1 $(if $(QUICK),--tokens 512)
+	$(BIN)/python -m benchmarks.step_many_ranks --rounds 1 $(if $(QUICK),--tokens 512)
 	$(BIN)/python -m benchmarks.turns $(if $(QUICK),--trajectories 64 --turns 4)
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(if $(QUICK),--quick)
 

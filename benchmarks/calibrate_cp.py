@@ -27,7 +27,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch

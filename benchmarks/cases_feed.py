@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.end_to_end import shard_at
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
-from benchmarks.whole import shard_at
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.parallel.topology import Place

@@ -1,7 +1,7 @@
 """Quality and time of plans of dynamic context parallelism.
 
 `python -m benchmarks.run dynamic_cp` prints a table: four distributions of lengths, several numbers
-of ranks, the planner beside three greedy schedulers (`greedy_cp.py`).
+of ranks.
 
 A rank's cost is its share of L^2 + 16384 L over the samples of its group. balance: cost of the
 slowest rank of each microbatch, summed, over an even share of all cost. microbatches: their number
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
-from benchmarks import simulate_cp
-from benchmarks.greedy_cp import GREEDY, Groups
 from pyrl_ext.pack.native_search import search_native
 from pyrl_ext.pack.schedule import plan_dynamic_cp
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
 
+Groups = Sequence[tuple[int, Sequence[int]]]
+"""A microbatch: ranks and samples of each group."""
 LINEAR = 16384
 """Tokens at which attention costs as much as everything else."""
 RANKS = (8, 16, 32, 64, 128)
@@ -111,28 +111,27 @@ def planned(lengths: Sequence[int], ranks: int, limit: int) -> list[Groups]:
 
 
 class Row(NamedTuple):
-    """Results of one scheduler for one distribution and number of ranks."""
+    """Results for one distribution and number of ranks."""
 
     lengths: str
     ranks: int
-    scheduler: str
-    each: tuple[Quality, ...]
+    measures: tuple[Quality, ...]
 
     @property
     def balance(self) -> float:
-        return statistics.mean(q.balance for q in self.each)
+        return statistics.mean(q.balance for q in self.measures)
 
     @property
     def worst(self) -> float:
-        return max(q.balance for q in self.each)
+        return max(q.balance for q in self.measures)
 
     @property
     def microbatches(self) -> float:
-        return statistics.mean(q.microbatches for q in self.each)
+        return statistics.mean(q.microbatches for q in self.measures)
 
     @property
     def cp(self) -> float:
-        return statistics.mean(q.cp for q in self.each)
+        return statistics.mean(q.cp for q in self.measures)
 
     @property
     def passes(self) -> bool:
@@ -143,20 +142,14 @@ class Row(NamedTuple):
         )
 
 
-def rows_of(lengths: Lengths, ranks: int, seeds: int, greedy_seeds: int = 0) -> list[Row]:
-    """The planner's row, then one of each greedy scheduler."""
-    found = []
-    batches = [lengths.of(ranks, seed) for seed in range(max(seeds, greedy_seeds))]
-    schedulers = {"planner": (planned, seeds)}
-    schedulers |= {name: (how.plan, greedy_seeds) for name, how in GREEDY.items()}
-    for name, (plan, count) in schedulers.items():
-        each = tuple(
-            quality(plan(batch, ranks, lengths.limit), batch, ranks, lengths.limit)
-            for batch in batches[:count]
-        )
-        if each:
-            found.append(Row(lengths.name, ranks, name, each))
-    return found
+def row_of(lengths: Lengths, ranks: int, seeds: int) -> Row:
+    """Measures of the planner's plans for batches of several seeds."""
+    measures = []
+    for seed in range(seeds):
+        batch = lengths.of(ranks, seed)
+        plan = planned(batch, ranks, lengths.limit)
+        measures.append(quality(plan, batch, ranks, lengths.limit))
+    return Row(lengths.name, ranks, tuple(measures))
 
 
 def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
@@ -171,25 +164,20 @@ def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
     return 1e3 * min(taken)
 
 
-def table(ranks: Sequence[int], seeds: int, greedy_seeds: int) -> bool:
-    """Print the table; whether the planner meets its bars."""
-    print(f"dynamic_cp: {seeds} seeds, greedy schedulers {greedy_seeds}, {date.today()}\n")
-    names = ["planner", *GREEDY]
-    print(f"| lengths | ranks | {' | '.join(names)} |")
-    print(f"| --- | ---: | {' | '.join('---' for _ in names)} |")
+def table(ranks: Sequence[int], seeds: int) -> bool:
+    """Print the table; True if the planner meets its bars."""
+    print(f"dynamic_cp: {seeds} seeds, {date.today()}\n")
+    print("| lengths | ranks | balance | worst seed | microbatches | CP |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     passes = True
     for lengths in DISTRIBUTIONS:
-        for number in ranks:
-            rows = rows_of(lengths, number, seeds, greedy_seeds)
-            passes &= rows[0].passes
-            cells = [
-                f"{r.balance:.3f} (worst {r.worst:.3f}), {r.microbatches:.2f}, CP {r.cp:.1f}"
-                for r in rows
-            ]
-            print(f"| {lengths.name} | {number} | {' | '.join(cells)} |", flush=True)
-    print("\nbalance (of the worst seed), microbatches, CP")
+        for count in ranks:
+            row = row_of(lengths, count, seeds)
+            passes &= row.passes
+            numbers = f"{row.balance:.3f} | {row.worst:.3f} | {row.microbatches:.2f} | {row.cp:.1f}"
+            print(f"| {lengths.name} | {count} | {numbers} |", flush=True)
     print(
-        f"{'PASS' if passes else 'FAIL'}  planner: balance at most {MEAN_BALANCE} in the mean and "
+        f"{'PASS' if passes else 'FAIL'}  balance at most {MEAN_BALANCE} in the mean and "
         f"{WORST_BALANCE} at worst, at most {MOST_MICROBATCHES} times the least microbatches"
     )
     return passes
@@ -200,24 +188,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run dynamic_cp")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--greedy-seeds", type=int, default=3, help="of the greedy schedulers")
     parser.add_argument(
         "--calibrate",
         nargs="*",
         metavar="CONFIG, key=value",
         help="fit the costs to microbatches of a config (configs/tiny.yaml) that run here",
     )
-    parser.add_argument("--simulate", action="store_true", help="at scale, by the forecast")
     args = parser.parse_args(arguments)
     if args.calibrate is not None:
         from benchmarks.calibrate_cp import calibrate  # imports the trainer
 
         calibrate(args.calibrate)
         return 0
-    if args.simulate:
-        simulate_cp.main()
-        return 0
-    passes = table(args.ranks, args.seeds, args.greedy_seeds)
+    passes = table(args.ranks, args.seeds)
     taken = planning_ms()
     fast = taken < 20
     print(f"{'PASS' if fast else 'FAIL'}  4096 samples on 256 ranks in at most 20 ms: {taken:.1f}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch

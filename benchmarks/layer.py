@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.end_to_end import microbatch
 from benchmarks.launches import Launches, as_one
-from benchmarks.whole import microbatch
 from pyrl_ext.megatron import grouped_experts
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.pack.batch import Batch

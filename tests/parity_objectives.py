@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule

@@ -11,7 +11,7 @@ from time import sleep
 import pytest
 import torch
 
-from benchmarks import run, wide_step
+from benchmarks import run, step_many_ranks
 from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
@@ -40,12 +40,12 @@ def test_cases_of_has_baselines_that_compute_the_same(family):
     assert len({*names}) == len(names) > 0
 
 
-def test_wide_step_computes_the_same_as_with_megatrons_experts(monkeypatch, capsys):
+def test_step_many_ranks_computes_the_same_as_with_megatrons_experts(monkeypatch, capsys):
     """At a narrow width: `compare` raises where outputs, gradients or log-probs differ."""
     narrow = {"hidden_size": 64, "moe_intermediate_size": 32}
-    monkeypatch.setattr(wide_step, "WIDE", wide_step.WIDE | narrow)
-    monkeypatch.setattr(sys, "argv", ["wide_step", "--tokens", "128", "--rounds", "1"])
-    wide_step.main()
+    monkeypatch.setattr(step_many_ranks, "WIDE", step_many_ranks.WIDE | narrow)
+    monkeypatch.setattr(sys, "argv", ["step_many_ranks", "--tokens", "128", "--rounds", "1"])
+    step_many_ranks.main()
     assert capsys.readouterr().out.count("its products alone allow") == 3
 
 

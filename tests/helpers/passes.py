@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch

@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.megatron.ddp import unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer
 from pyrl_ext.ops.dtypes import dtype_of

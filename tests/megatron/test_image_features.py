@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy

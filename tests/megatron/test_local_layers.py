@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.local_layers import LatentAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.parallel import topology

@@ -8,7 +8,7 @@ from math import isfinite
 import pytest
 import torch
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.models.hf_folder import save_safetensors

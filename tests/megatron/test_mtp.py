@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.models.hf_folder import save_safetensors

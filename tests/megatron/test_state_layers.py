@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.state_layers import PackedDeltaNet, PackedMamba
 from pyrl_ext.parallel import topology

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from benchmarks.whole import microbatch
+from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import shards, weight_table

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.dynamic_cp import DISTRIBUTIONS, rows_of
+from benchmarks.dynamic_cp import DISTRIBUTIONS, row_of
 from pyrl_ext.pack.native_search import search
 from pyrl_ext.pack.schedule import CostModel, Schedule, plan_dynamic_cp
 from pyrl_ext.schedule import few_samples as few
@@ -80,7 +80,7 @@ def test_plan_dynamic_cp_keeps_its_promises(problem):
 def test_plan_dynamic_cp_meets_its_bars(lengths):
     """A part of the table of `python -m benchmarks.run dynamic_cp`, with its bars."""
     for ranks in (8, 32):
-        (row,) = rows_of(lengths, ranks, seeds=10)
+        row = row_of(lengths, ranks, seeds=10)
         assert row.passes, row
 
 

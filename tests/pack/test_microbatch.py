@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.whole import index_of, microbatch, shard_at
+from benchmarks.end_to_end import index_of, microbatch, shard_at
 from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import Exchange, columns_of

@@ -1,7 +1,4 @@
-"""The plan command answers at once: what it imports and how much it does are counted, not timed.
-
-`python -m benchmarks.plan` prints its seconds.
-"""
+"""The plan command answers at once: what it imports and how much it does are counted, not timed."""
 
 from __future__ import annotations
 

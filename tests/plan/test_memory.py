@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import in_flight

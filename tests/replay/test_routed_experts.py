@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.whole import shard_at
+from benchmarks.end_to_end import shard_at
 from pyrl_ext.parallel.topology import Place
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.whole import microbatch, shard_at
+from benchmarks.end_to_end import microbatch, shard_at
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.whole import loss_tokens
+from benchmarks.end_to_end import loss_tokens
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology

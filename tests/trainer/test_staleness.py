@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.whole import index_of
+from benchmarks.end_to_end import index_of
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.whole import shard_at
+from benchmarks.end_to_end import shard_at
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock

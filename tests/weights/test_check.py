@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.whole import shard_at
+from benchmarks.end_to_end import shard_at
 from pyrl_ext import train
 from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.loss.registry import build_advantage, build_loss

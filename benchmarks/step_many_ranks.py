@@ -1,4 +1,4 @@
-"""A wide MoE step next to megatron's experts: `python -m benchmarks.wide_step [--rounds N]`.
+"""A wide MoE step next to megatron's experts: `python -m benchmarks.step_many_ranks [--rounds N]`.
 
 Scores and an update of 8,192 tokens by three layers with experts, 4 of 64 a token, hidden 512,
 width 256, attention and the layer without experts as narrow as the demo's: with the experts and
@@ -214,7 +214,7 @@ def compare(
     for a, b in zip(*first.values(), strict=True):
         if (a - b).abs().max() <= 1e-4 * b.abs().max():
             continue
-        raise ValueError("wide_step: the results differ, expected the same up to 1e-4")
+        raise ValueError("step_many_ranks: the results differ, expected the same up to 1e-4")
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -255,7 +255,9 @@ def show(title: str, found: Mapping[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wide_step", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_many_ranks", description=__doc__
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
