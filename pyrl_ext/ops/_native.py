@@ -1,6 +1,7 @@
 """The compiled extension, and what all native backends need from it."""
 
 import warnings
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,6 +100,40 @@ def refuse_device(tensor: Tensor, function: str) -> str | None:
             return "pyrl_ext._C was built without CUDA"
         return f"there is no {tensor.device.type} kernel"
     return None
+
+
+def refuses(function: str, *dtypes: torch.dtype) -> Callable[..., str | None]:
+    """``refuse`` of a backend whose first argument has one of ``dtypes``; none given: any."""
+
+    def refuse(first: Tensor, *_: Any) -> str | None:
+        if dtypes and first.dtype not in dtypes:
+            return f"the first argument is {first.dtype}, expected one of {list(dtypes)}"
+        return refuse_device(first, function)
+
+    return refuse
+
+
+def address(tensor: Tensor | None) -> int:
+    """Address of the first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def launch(function: str, device: torch.device, isa: str | None = None, **call: Any) -> Any:
+    """Call ``<function>_<device>`` of the extension.
+
+    Args:
+        isa: instruction set on a CPU, for functions that have several.
+        call: arguments besides the stream of a GPU, the threads and ``isa`` of a CPU.
+
+    Returns: the function's result.
+    """
+    if on_gpu(device):
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream().cuda_stream
+            return getattr(C, f"{function}_cuda")(**call, stream=stream)
+    if isa is not None:
+        call["isa"] = isa
+    return getattr(C, f"{function}_cpu")(**call, threads=threads())
 
 
 def threads() -> int:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Op:
 
     def __init__(self, schema: str, *, fake: Callable[..., Any]):
         name = schema.partition("(")[0]
+        self.name = name
         self.qualname = f"pyrl_ext::{name}"
         self.backends: list[Backend] = []
         torch.library.define(self.qualname, schema.removeprefix(name))
@@ -56,6 +58,19 @@ class Op:
     def backend(self, name: str, run: Callable, *, refuse: Callable = _accept) -> None:
         """Add a backend after those already added: list the fastest first, the reference last."""
         self.backends.append(Backend(name, run, refuse))
+
+    def serve(self, *modules: ModuleType, function: str = "") -> None:
+        """Add the backends in ``modules``, the fastest first, the reference last.
+
+        Each module holds ``function``, by default the operator's name, and may hold ``refuse``, or
+        ``refuse_grad`` for a gradient. The module's name is the backend's.
+        """
+        for module in modules:
+            run = getattr(module, function or self.name)
+            refuse = getattr(module, "refuse", _accept)
+            if run.__name__.endswith("_grad"):
+                refuse = getattr(module, "refuse_grad", refuse)
+            self.backend(module.__name__.rpartition(".")[2], run, refuse=refuse)
 
     def gradient(self, backward: Callable, save: Callable = _save_arguments) -> None:
         """Add the derivative (``backward`` and ``setup_context`` of ``torch.library``); by

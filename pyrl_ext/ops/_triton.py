@@ -1,8 +1,11 @@
 """Helpers of all Triton backends, without importing Triton."""
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyrl_ext.ops.on_gpu import on_gpu
@@ -15,3 +18,19 @@ def refuse_device(name: str, tensor: Tensor) -> str | None:
     if not on_gpu(tensor) and os.environ.get("TRITON_INTERPRET") != "1":
         return f"{name} is on {tensor.device}, expected cuda"
     return None
+
+
+def refuses(name: str, *dtypes: torch.dtype) -> Callable[..., str | None]:
+    """``refuse`` of a backend whose first argument, ``name``, has one of ``dtypes``; none: any."""
+
+    def refuse(first: Tensor, *_: Any) -> str | None:
+        if dtypes and first.dtype not in dtypes:
+            return f"{name} is {first.dtype}, expected one of {list(dtypes)}"
+        return refuse_device(name, first)
+
+    return refuse
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << (max(n, 1) - 1).bit_length()

@@ -17,8 +17,7 @@ def _fake(starts: Tensor, lengths: Tensor, size: int) -> Tensor:
 
 
 op = Op("expand_runs(Tensor starts, Tensor lengths, SymInt size) -> Tensor", fake=_fake)
-op.backend("native", native.expand_runs, refuse=native.refuse)
-op.backend("reference", reference.expand_runs, refuse=reference.refuse)
+op.serve(native, reference)
 
 
 def expand_runs(starts: Tensor, lengths: Tensor, size: int) -> Tensor:

@@ -49,18 +49,14 @@ op = Op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )
-op.backend("native", native.expert_rows, refuse=native.refuse)
-op.backend("triton", triton.expert_rows, refuse=triton.refuse)
-op.backend("reference", reference.expert_rows)
+op.serve(native, triton, reference)
 
 grad_op = Op(
     "expert_rows_grad(Tensor grad, Tensor order, Tensor places, SymInt tokens, SymInt experts)"
     " -> Tensor",
     fake=_grad_fake,
 )
-grad_op.backend("native", native.expert_rows_grad, refuse=native.refuse_grad)
-grad_op.backend("triton", triton.expert_rows_grad, refuse=triton.refuse_grad)
-grad_op.backend("reference", reference.expert_rows_grad)
+grad_op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops._native import C, launch, refuse_device, refuses
 from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import new_outputs
@@ -22,8 +22,7 @@ def refuse(routing_map: Tensor, probs: Tensor, top_k: int) -> str | None:
     return refuse_device(probs, "expert_rows")
 
 
-def refuse_grad(grad: Tensor, *call: Any) -> str | None:
-    return refuse_device(grad, "expert_rows_grad")
+refuse_grad = refuses("expert_rows_grad")
 
 
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
@@ -31,14 +30,11 @@ def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor,
     probs = probs.contiguous()
     out = new_outputs(probs, top_k)
     args = arguments(routing_map, probs, top_k, out)
-    if not on_gpu(probs):
-        C.expert_rows_cpu(args=args, threads=threads())
-        return out
-    size = C.expert_rows_scratch(*probs.shape)
-    scratch = probs.new_empty(size, dtype=torch.int32)
-    with torch.cuda.device(probs.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        C.expert_rows_cuda(args=args, scratch=scratch.data_ptr(), stream=stream)
+    if on_gpu(probs):
+        scratch = probs.new_empty(C.expert_rows_scratch(*probs.shape), dtype=torch.int32)
+        launch("expert_rows", probs.device, args=args, scratch=scratch.data_ptr())
+    else:
+        launch("expert_rows", probs.device, args=args)
     return out
 
 
@@ -48,11 +44,7 @@ def expert_rows_grad(
     grad = grad.contiguous()
     out = grad.new_empty(tokens, experts)
     args = grad_arguments(grad, order, places, out)
-    if on_gpu(grad):
-        with torch.cuda.device(grad.device):
-            C.expert_rows_grad_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
-    else:
-        C.expert_rows_grad_cpu(args=args, threads=threads())
+    launch("expert_rows_grad", grad.device, args=args)
     return out
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import refuse_device, refuses
 
 from .reference import new_outputs
 
@@ -22,12 +22,7 @@ def refuse(routing_map: Tensor, probs: Tensor, top_k: int) -> str | None:
     return refuse_device("probs", probs)
 
 
-def refuse_grad(
-    grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int
-) -> str | None:
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts, expected at most {MAX_EXPERTS}"
-    return refuse_device("grad", grad)
+refuse_grad = refuses("grad")
 
 
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:

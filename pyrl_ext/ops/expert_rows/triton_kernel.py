@@ -1,6 +1,8 @@
 import triton
 import triton.language as tl
 
+from pyrl_ext.ops._triton import power_of_two
+
 
 @triton.jit(do_not_specialize=["T"])  # a bound
 def expert_rows_count_kernel(
@@ -95,6 +97,6 @@ def expert_rows_grad_kernel(
 
 def tiles(experts: int) -> dict[str, int]:
     """Sizes of the tiles: 256 tokens a program, 1,024 entries of the map at once."""
-    width = 1 << (experts - 1).bit_length()
+    width = power_of_two(experts)
     tall = max(1, min(256, 1024 // width))
     return {"TALL": tall, "STEPS": 256 // tall, "WIDTH": width}

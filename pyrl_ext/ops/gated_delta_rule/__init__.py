@@ -28,15 +28,13 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens"
 op = Op(f"gated_delta_rule({_ARGUMENTS}) -> Tensor", fake=_fake)
-op.backend("fla", fla.gated_delta_rule, refuse=fla.refuse)
-op.backend("reference", reference.gated_delta_rule)
+op.serve(fla, reference)
 
 grad_op = Op(
     f"gated_delta_rule_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.backend("fla", fla.gated_delta_rule_grad, refuse=fla.refuse_grad)
-grad_op.backend("reference", reference.gated_delta_rule_grad)
+grad_op.serve(fla, reference)
 
 
 def _backward(ctx, grad):

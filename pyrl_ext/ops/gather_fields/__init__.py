@@ -60,9 +60,7 @@ def _fake(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> 
 op = Op(
     "gather_fields(Tensor[] fields, Tensor rows, float[] fills, bool pin) -> Tensor", fake=_fake
 )
-op.backend("native", native.gather_fields, refuse=native.refuse)
-op.backend("triton", triton.gather_fields, refuse=triton.refuse)
-op.backend("reference", reference.gather_fields)
+op.serve(native, triton, reference)
 
 
 def gather_fields(

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, refuse_device
-from pyrl_ext.ops.gather_rows.native import launch, rows_of
+from pyrl_ext.ops.gather_rows.native import gather, rows_of
 
 from .flat import flat_layout, pattern
 
@@ -27,5 +27,5 @@ def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: b
         )
         for field, start, row_size, fill in zip(fields, starts, row_bytes, fills)
     ]
-    launch("gather_fields", table, fields[0].shape[0], rows)
+    gather("gather_fields", table, fields[0].shape[0], rows)
     return flat

@@ -24,9 +24,7 @@ op = Op(
     "gather_routes(Tensor routes, Tensor rows, Tensor layers, int num_experts) -> Tensor",
     fake=_fake,
 )
-op.backend("native", native.gather_routes, refuse=native.refuse)
-op.backend("triton", triton.gather_routes, refuse=triton.refuse)
-op.backend("reference", reference.gather_routes)
+op.serve(native, triton, reference)
 
 
 def gather_routes(

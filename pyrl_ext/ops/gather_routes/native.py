@@ -1,9 +1,8 @@
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops._native import C, dtype_of, launch, refuse_device
 from pyrl_ext.ops.on_gpu import on_gpu
 
 
@@ -50,9 +49,5 @@ def gather_routes(
     routes = routes if rows_apart(routes) else routes.contiguous()
     out = routes.new_empty((len(layers), len(rows), routes.shape[2]))
     args = arguments(routes, rows, layers, num_experts, out)
-    if on_gpu(rows):
-        with torch.cuda.device(rows.device):
-            C.gather_routes_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
-    else:
-        C.gather_routes_cpu(args=args, isa=isa, threads=threads())
+    launch("gather_routes", rows.device, isa, args=args)
     return out

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuse_device
 from pyrl_ext.ops.to_device import to_device
 
 from .reference import check
@@ -23,7 +23,7 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
     out = routes.new_empty((len(layers), len(rows), K))
     if out.numel() == 0:
         return out
-    padded = 1 << (K - 1).bit_length()
+    padded = power_of_two(K)
     block = max(1, 1024 // padded)
     grid = (-(-len(rows) // block), len(layers))
     slots = to_device(layers, rows.device)

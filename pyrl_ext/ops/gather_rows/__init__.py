@@ -29,9 +29,7 @@ op = Op(
     " -> Tensor",
     fake=_fake,
 )
-op.backend("native", native.gather_rows, refuse=native.refuse)
-op.backend("triton", triton.gather_rows, refuse=triton.refuse)
-op.backend("reference", reference.gather_rows)
+op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

@@ -4,14 +4,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops._native import C, address, launch, refuses
 from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import out_of_range
 
-
-def refuse(src: Tensor, *rest: Tensor | None) -> str | None:
-    return refuse_device(src, "gather_rows")
+refuse = refuses("gather_rows")
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
@@ -24,9 +22,9 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor
         stride=src.stride(0) * src.element_size(),
         out=out.data_ptr(),
         row_bytes=prod(src.shape[1:]) * src.element_size(),
-        fill=0 if fill is None else fill.data_ptr(),  # 0: a pattern of zeros
+        fill=address(fill),  # 0: a pattern of zeros
     )
-    launch("gather_rows", [field], src.shape[0], rows)
+    gather("gather_rows", [field], src.shape[0], rows)
     return out
 
 
@@ -37,20 +35,17 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def launch(function: str, fields: list[Any], num_src: int, rows: Tensor) -> None:
+def gather(function: str, fields: list[Any], num_src: int, rows: Tensor) -> None:
     """Gather ``rows`` (contiguous) of every ``C.Field`` on the device of ``rows``."""
-    call = dict(fields=fields, rows=rows.data_ptr(), num_out=rows.shape[0])
-    if on_gpu(rows):
-        with torch.cuda.device(rows.device):
-            C.gather_rows_cuda(**call, stream=torch.cuda.current_stream().cuda_stream)
-        return
-    bad = C.gather_rows_cpu(**call, num_src=num_src, threads=threads())
-    if bad >= 0:
+    call: dict[str, Any] = dict(fields=fields, rows=rows.data_ptr(), num_out=rows.shape[0])
+    if not on_gpu(rows):
+        call["num_src"] = num_src
+    bad = launch("gather_rows", rows.device, **call)
+    if bad is not None and bad >= 0:
         raise out_of_range(function, rows, bad, num_src)
 
 
-def refuse_invert(rows: Tensor, num_src: int) -> str | None:
-    return refuse_device(rows, "invert_rows")
+refuse_invert = refuses("invert_rows")
 
 
 def invert_rows(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:

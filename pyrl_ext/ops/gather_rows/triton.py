@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuse_device
 
 from .native import rows_of
 
@@ -38,7 +38,7 @@ def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) 
     firsts = [0]
     for out in outs:
         width = prod(out.shape[1:])
-        columns = min(1024, 1 << max(width - 1, 0).bit_length())
+        columns = min(1024, power_of_two(width))
         widths.append(width)
         wide.append(columns)
         tall.append(TILE // columns)

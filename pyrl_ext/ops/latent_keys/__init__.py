@@ -23,15 +23,11 @@ def _fake_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
 
 
 op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=_fake)
-op.backend("native", native.latent_keys, refuse=native.refuse)
-op.backend("triton", triton.latent_keys, refuse=triton.refuse)
-op.backend("reference", reference.latent_keys)
+op.serve(native, triton, reference)
 grad_op = Op(
     "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=_fake_grad
 )
-grad_op.backend("native", native.latent_keys_grad, refuse=native.refuse)
-grad_op.backend("triton", triton.latent_keys_grad, refuse=triton.refuse_grad)
-grad_op.backend("reference", reference.latent_keys_grad)
+grad_op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

@@ -1,15 +1,11 @@
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops._native import C, dtype_of, launch, refuses
 from pyrl_ext.ops.rotary.native import heads_of
 
-
-def refuse(both: Tensor, *_: Any) -> str | None:
-    return refuse_device(both, "latent_keys")
+refuse = refuses("latent_keys")
 
 
 def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
@@ -17,7 +13,8 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
     shared = heads_of(shared)
     key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
     value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
-    _run(arguments(key, value, both, shared, back=False), both)
+    args = arguments(key, value, both, shared, back=False)
+    launch("latent_keys", both.device, args=args)
     return key, value
 
 
@@ -26,7 +23,8 @@ def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Te
     value = heads_of(value)
     both = key.new_empty(*key.shape[:2], plain + value.shape[2])
     shared = key.new_empty(len(key), key.shape[2] - plain)
-    _run(arguments(key, value, both, shared, back=True), key)
+    args = arguments(key, value, both, shared, back=True)
+    launch("latent_keys", key.device, args=args)
     return both, shared
 
 
@@ -53,11 +51,3 @@ def arguments(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bo
         shared_row=shared.stride(0),
         back=back,
     )
-
-
-def _run(args: Any, tensor: Tensor) -> None:
-    if on_gpu(tensor):
-        with torch.cuda.device(tensor.device):
-            C.latent_keys_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
-    else:
-        C.latent_keys_cpu(args=args, threads=threads())

@@ -5,16 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import refuses
 from pyrl_ext.ops.rotary.native import heads_of
 
-
-def refuse(both: Tensor, *_: Any) -> str | None:
-    return refuse_device("both", both)
-
-
-def refuse_grad(key: Tensor, *_: Any) -> str | None:
-    return refuse_device("key", key)
+refuse = refuses("the first argument")
 
 
 def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:

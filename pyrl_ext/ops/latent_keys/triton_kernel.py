@@ -1,6 +1,8 @@
 import triton
 import triton.language as tl
 
+from pyrl_ext.ops._triton import power_of_two
+
 
 @triton.jit
 def latent_keys_kernel(
@@ -56,8 +58,5 @@ def latent_keys_kernel(
 def tiles(heads: int, plain: int, common: int, rest: int) -> dict[str, int]:
     """Sizes of tiles: powers of two."""
 
-    def up(n: int) -> int:
-        return 1 << (max(n, 1) - 1).bit_length()
-
-    sizes = {"P": up(plain), "C": up(common), "R": up(rest)}
-    return {"TALL": max(1, min(up(heads), 2048 // max(sizes.values()))), **sizes}
+    sizes = {"P": power_of_two(plain), "C": power_of_two(common), "R": power_of_two(rest)}
+    return {"TALL": max(1, min(power_of_two(heads), 2048 // max(sizes.values()))), **sizes}

@@ -38,17 +38,13 @@ op = Op(
     " -> (Tensor, Tensor)",
     fake=_fake,
 )
-op.backend("native", native.replay_probs, refuse=native.refuse)
-op.backend("triton", triton.replay_probs, refuse=triton.refuse)
-op.backend("reference", reference.replay_probs)
+op.serve(native, triton, reference)
 
 grad_op = Op(
     "replay_probs_grad(Tensor grad, Tensor scores, Tensor ids, str norm, float scale) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.backend("native", native.replay_probs_grad, refuse=native.refuse_grad)
-grad_op.backend("triton", triton.replay_probs_grad, refuse=triton.refuse_grad)
-grad_op.backend("reference", reference.replay_probs_grad)
+grad_op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

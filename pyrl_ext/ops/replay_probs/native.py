@@ -3,8 +3,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops._native import C, address, dtype_of, launch, refuse_device
 
 MAX_TOPK = 32
 MAX_EXPERTS = 1 << 16
@@ -32,7 +31,8 @@ def replay_probs(
     ids = ids.contiguous()
     probs = scores.new_empty(scores.shape, dtype=out_dtype)
     routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
-    _run(arguments(scores, ids, norm, scale, None, probs, routing_map), scores)
+    args = arguments(scores, ids, norm, scale, None, probs, routing_map)
+    launch("replay_probs", scores.device, args=args)
     return probs, routing_map
 
 
@@ -41,7 +41,8 @@ def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scal
     scores = scores.contiguous()
     ids = ids.contiguous()
     out = scores.new_empty(scores.shape)
-    _run(arguments(scores, ids, norm, scale, grad, out, None), scores)
+    args = arguments(scores, ids, norm, scale, grad, out, None)
+    launch("replay_probs", scores.device, args=args)
     return out
 
 
@@ -66,17 +67,9 @@ def arguments(
         top_k=ids.shape[1],
         norm=getattr(C.Norm, norm),
         scale=scale,
-        grad=0 if grad is None else grad.data_ptr(),
+        grad=address(grad),
         grad_dtype=dtype_of(scores if grad is None else grad),
         out=out.data_ptr(),
         out_dtype=dtype_of(out),
-        map=0 if routing_map is None else routing_map.data_ptr(),
+        map=address(routing_map),
     )
-
-
-def _run(args: Any, scores: Tensor) -> None:
-    if on_gpu(scores):
-        with torch.cuda.device(scores.device):
-            C.replay_probs_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
-    else:
-        C.replay_probs_cpu(args=args, threads=threads())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuse_device
 
 
 def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
@@ -54,7 +54,7 @@ def _launch(
                 tensor.zero_()
         return
     (M, E), K = scores.shape, ids.shape[1]
-    width = _power_of_two_from(E)
+    width = power_of_two(E)
     rows = max(1, min(32, 1024 // width))
     kernel: Any = replay_probs_kernel
     kernel[(-(-M // rows),)](
@@ -66,14 +66,10 @@ def _launch(
         M,
         E,
         K=K,
-        SLOTS=_power_of_two_from(K),
+        SLOTS=power_of_two(K),
         THREADS=1 << (K.bit_length() - 1),
         WIDTH=width,
         ROWS=rows,
         SUM=norm == "sum" and K > 1,
         SCALE=scale,
     )
-
-
-def _power_of_two_from(n: int) -> int:
-    return 1 << (n - 1).bit_length()

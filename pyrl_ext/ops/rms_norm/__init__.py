@@ -38,18 +38,14 @@ def _grad_fake(
 
 
 op = Op("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
-op.backend("triton", triton.rms_norm, refuse=triton.refuse)
-op.backend("native", native.rms_norm, refuse=native.refuse)
-op.backend("reference", reference.rms_norm)
+op.serve(triton, native, reference)
 
 grad_op = Op(
     "rms_norm_grad(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? residual_grad)"
     " -> (Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.backend("triton", triton.rms_norm_grad, refuse=triton.refuse_grad)
-grad_op.backend("native", native.rms_norm_grad, refuse=native.refuse_grad)
-grad_op.backend("reference", reference.rms_norm_grad)
+grad_op.serve(triton, native, reference)
 
 
 def _save(ctx, inputs, output):

@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops._native import C, address, dtype_of, launch, refuse_device
 from pyrl_ext.ops.on_gpu import on_gpu
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -13,10 +13,6 @@ def refuse(x: Tensor, *_: Any) -> str | None:
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}, expected one of {list(DTYPES)}"
     return None if on_gpu(x) else refuse_device(x, "rms_norm")
-
-
-def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
-    return refuse(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[Tensor, Tensor]:
@@ -91,7 +87,6 @@ def rows_of(x: Tensor) -> Rows:
 
 def _run(rows: Rows, isa: str, eps: float, /, **tensors: Tensor | None) -> None:
     names = ("weight", "scale", "grad", "residual_grad", "out", "weight_grad", "parts")
-    found = {name: tensors.get(name) for name in names}
     args = C.RmsNormArgs(
         src=rows.data.data_ptr(),
         dtype=dtype_of(rows.data),
@@ -101,6 +96,6 @@ def _run(rows: Rows, isa: str, eps: float, /, **tensors: Tensor | None) -> None:
         head=rows.head,
         width=rows.data.shape[-1],
         eps=eps,
-        **{name: 0 if tensor is None else tensor.data_ptr() for name, tensor in found.items()},
+        **{name: address(tensors.get(name)) for name in names},
     )
-    C.rms_norm_cpu(args=args, isa=isa, threads=threads())
+    launch("rms_norm", rows.data.device, isa, args=args)

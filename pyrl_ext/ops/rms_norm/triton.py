@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuse_device
 
 from .native import DTYPES, rows_of
 
@@ -20,10 +20,6 @@ def refuse(x: Tensor, *_: Any) -> str | None:
     if x.shape[-1] > WIDEST:
         return f"x is {x.shape[-1]} wide, expected at most {WIDEST}"
     return refuse_device("x", x)
-
-
-def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
-    return refuse(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -89,5 +85,5 @@ def rms_norm_grad(
 
 
 def _tiles(width: int) -> dict[str, int]:
-    wide = 1 << (width - 1).bit_length()
+    wide = power_of_two(width)
     return {"TALL": max(1, TILE // wide), "WIDE": wide, "num_warps": max(4, wide // 512)}

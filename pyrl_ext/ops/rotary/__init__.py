@@ -26,9 +26,7 @@ op = Op(
     "-> (Tensor, Tensor)",
     fake=_fake,
 )
-op.backend("native", native.rotary, refuse=native.refuse)
-op.backend("triton", triton.rotary, refuse=triton.refuse)
-op.backend("reference", reference.rotary)
+op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

@@ -1,14 +1,10 @@
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops._native import C, dtype_of, launch, refuses
 
-
-def refuse(query: Tensor, *_: Any) -> str | None:
-    return refuse_device(query, "rotary")
+refuse = refuses("rotary")
 
 
 def rotary(
@@ -25,11 +21,7 @@ def rotary(
     turns = turns.contiguous()
     outputs = tuple(x.new_empty(x.shape) for x in inputs)
     args = arguments(inputs, turns, last, source, result, back, outputs)
-    if on_gpu(query):
-        with torch.cuda.device(query.device):
-            C.rotary_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
-    else:
-        C.rotary_cpu(args=args, isa=isa, threads=threads())
+    launch("rotary", query.device, isa, args=args)
     return outputs[0], outputs[1]
 
 

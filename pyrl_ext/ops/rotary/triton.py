@@ -4,13 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import refuses
 
 from .native import heads_of
 
-
-def refuse(query: Tensor, *_: Any) -> str | None:
-    return refuse_device("query", query)
+refuse = refuses("query")
 
 
 def rotary(

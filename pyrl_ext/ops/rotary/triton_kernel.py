@@ -1,6 +1,8 @@
 import triton
 import triton.language as tl
 
+from pyrl_ext.ops._triton import power_of_two
+
 
 @triton.jit
 def _turn(
@@ -118,8 +120,10 @@ def rotary_kernel(
 def tiles(queries: int, q: int, keys: int, k: int, turned: int) -> dict[str, int]:
     """Sizes of tiles: powers of two."""
 
-    def up(n: int) -> int:
-        return 1 << (max(n, 1) - 1).bit_length()
-
-    tall = max(1, min(up(queries), 2048 // up(max(q, k))))
-    return {"TALL": tall, "HALF": up(turned // 2), "QP": up(q - turned), "KP": up(k - turned)}
+    tall = max(1, min(power_of_two(queries), 2048 // power_of_two(max(q, k))))
+    return {
+        "TALL": tall,
+        "HALF": power_of_two(turned // 2),
+        "QP": power_of_two(q - turned),
+        "KP": power_of_two(k - turned),
+    }

@@ -26,12 +26,12 @@ def _grad_fake(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
 
 
 op = Op("squared_relu(Tensor x, Tensor weight) -> Tensor", fake=_fake)
-op.backend("reference", reference.squared_relu)
+op.serve(reference)
 
 grad_op = Op(
     "squared_relu_grad(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)", fake=_grad_fake
 )
-grad_op.backend("reference", reference.squared_relu_grad)
+grad_op.serve(reference)
 
 
 def _backward(ctx, grad):

@@ -22,9 +22,7 @@ def _fake(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:
 
 
 op = Op("sum_rows(Tensor src, Tensor rows, Tensor starts, Tensor order) -> Tensor", fake=_fake)
-op.backend("native", native.sum_rows, refuse=native.refuse)
-op.backend("triton", triton.sum_rows, refuse=triton.refuse)
-op.backend("reference", reference.sum_rows)
+op.serve(native, triton, reference)
 
 
 def _save(ctx, inputs, output):

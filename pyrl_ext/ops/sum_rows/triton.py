@@ -3,13 +3,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuses
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.gather_rows.triton import TILE
 
-
-def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | None:
-    return refuse_device("src", src)
+refuse = refuses("src")
 
 
 def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
     if out.numel() == 0:
         return out
     columns = out[0].numel()
-    wide = min(1024, 1 << (columns - 1).bit_length())
+    wide = min(1024, power_of_two(columns))
     tall = min(256, TILE // wide)  # each with a start, an end and a place: registers
     sum_rows_kernel[(-(-len(out) // tall), -(-columns // wide))](
         src,

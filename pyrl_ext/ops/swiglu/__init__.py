@@ -26,16 +26,12 @@ def _grad_fake(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Te
 
 
 op = Op("swiglu(Tensor gate_up, Tensor? weight) -> Tensor", fake=_fake)
-op.backend("native", native.swiglu, refuse=native.refuse)
-op.backend("triton", triton.swiglu, refuse=triton.refuse)
-op.backend("reference", reference.swiglu)
+op.serve(native, triton, reference)
 
 grad_op = Op(
     "swiglu_grad(Tensor grad, Tensor gate_up, Tensor? weight) -> (Tensor, Tensor)", fake=_grad_fake
 )
-grad_op.backend("native", native.swiglu_grad, refuse=native.refuse_grad)
-grad_op.backend("triton", triton.swiglu_grad, refuse=triton.refuse_grad)
-grad_op.backend("reference", reference.swiglu_grad)
+grad_op.serve(native, triton, reference)
 
 
 def _backward(ctx, grad):

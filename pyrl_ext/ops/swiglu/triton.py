@@ -5,21 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import power_of_two, refuses
 
 from .reference import weight_grad_like
 
 TILE = 1024  # elements of a tile: more of the gradient do not fit the registers
 
 
-def refuse(gate_up: Tensor, weight: Tensor | None) -> str | None:
-    if gate_up.dtype == torch.float64:
-        return "gate_up is torch.float64, expected torch.float32 or torch.bfloat16"
-    return refuse_device("gate_up", gate_up)
-
-
-def refuse_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> str | None:
-    return refuse(gate_up, weight)
+refuse = refuses("gate_up", torch.float32, torch.bfloat16)
 
 
 def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
@@ -68,5 +61,5 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 
 
 def _tile(width: int) -> tuple[int, int]:
-    wide = min(1024, 1 << (width - 1).bit_length())
+    wide = min(1024, power_of_two(width))
     return TILE // wide, wide

@@ -64,38 +64,30 @@ stats_op = Op(
     "Tensor? keep_mask=None) -> Tensor",
     fake=_stats_fake,
 )
-stats_op.backend("native", native.stats, refuse=native.refuse_stats)
-stats_op.backend("triton", triton.stats, refuse=triton.refuse)
-stats_op.backend("reference", reference.stats)
+stats_op.serve(native, triton, reference, function="stats")
 
 rows_op = Op(
     "token_logprob_rows(Tensor logits, Tensor targets, Tensor scale, SymInt width, "
     f"Tensor? keep_mask=None) -> {_FOUR}",
     fake=_rows_fake,
 )
-rows_op.backend("native", native.rows, refuse=native.refuse_stats)
-rows_op.backend("triton", triton.rows, refuse=triton.refuse)
-rows_op.backend("reference", reference.rows)
+rows_op.serve(native, triton, reference, function="rows")
 
 combine_op = Op(
     "token_logprob_combine(Tensor stats, Tensor targets, Tensor scale, SymInt valid_vocab) -> "
     f"{_FOUR}",
     fake=_rows_fake,
 )
-combine_op.backend("native", native.combine, refuse=native.refuse_combine)
-combine_op.backend("triton", triton.combine, refuse=triton.refuse)
-combine_op.backend("reference", reference.combine)
+combine_op.serve(native, triton, reference, function="combine")
 
 grad_op = Op(
     f"token_logprob_grad(Tensor logits, {_ROWS}, ScalarType? dtype=None) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.backend("native", native.grad, refuse=native.refuse_grad)
-grad_op.backend("triton", triton.grad, refuse=triton.refuse)
-grad_op.backend("reference", reference.grad)
+grad_op.serve(native, triton, reference, function="grad")
 
 over_op = Op(f"token_logprob_grad_(Tensor(a!) logits, {_ROWS}) -> ()", fake=lambda *args: None)
-over_op.backend("native", _over(native.grad), refuse=native.refuse_grad)
+over_op.backend("native", _over(native.grad), refuse=native.refuse)
 over_op.backend("triton", _over(triton.grad), refuse=triton.refuse)
 over_op.backend("reference", _over(reference.grad))
 

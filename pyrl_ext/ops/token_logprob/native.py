@@ -3,30 +3,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops._native import C, address, dtype_of, launch, refuses
 from pyrl_ext.ops.on_gpu import on_gpu
 
 from . import reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _refuse(function: str, logits: Tensor) -> str | None:
-    if logits.dtype not in DTYPES:
-        return f"logits is {logits.dtype}, expected one of {list(DTYPES)}"
-    return refuse_device(logits, function)
-
-
-def refuse_stats(logits: Tensor, *rest: Any) -> str | None:
-    return _refuse("token_logprob_stats", logits)
-
-
-def refuse_combine(stats: Tensor, *rest: Any) -> str | None:
-    return _refuse("token_logprob_stats", stats)
-
-
-def refuse_grad(logits: Tensor, *rest: Any) -> str | None:
-    return _refuse("token_logprob_grad", logits)
+refuse = refuses("token_logprob_stats", torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard:
@@ -49,7 +31,7 @@ class Shard:
             targets=self.targets.data_ptr(),
             first=first,
             scale=self.scale.data_ptr(),
-            keep=0 if self.keep is None else self.keep.data_ptr(),
+            keep=address(self.keep),
         )
 
 
@@ -74,20 +56,16 @@ def stats(
     if on_gpu(logits):
         _stats_cuda(shard, first, width, C.StatsOut(stats=out.data_ptr()))
     else:
-        C.token_logprob_stats_cpu(
-            shard=shard.columns(first, width), stats=out.data_ptr(), isa=isa, threads=threads()
-        )
+        call = dict(shard=shard.columns(first, width), stats=out.data_ptr())
+        launch("token_logprob_stats", logits.device, isa, **call)
     return out
 
 
 def _stats_cuda(shard: Shard, first: int, width: int, out: Any) -> None:
     size = C.token_logprob_scratch(tokens=len(shard.targets), width=width)
     scratch = shard.scale.new_empty(size)
-    with torch.cuda.device(scratch.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        C.token_logprob_stats_cuda(
-            shard=shard.columns(first, width), out=out, scratch=scratch.data_ptr(), stream=stream
-        )
+    call = dict(shard=shard.columns(first, width), out=out, scratch=scratch.data_ptr())
+    launch("token_logprob_stats", scratch.device, **call)
 
 
 def rows(
@@ -111,10 +89,8 @@ def combine(
     targets = targets.contiguous()
     scale = scale.contiguous()
     out, addresses = new_rows(scale)
-    with torch.cuda.device(stats.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        shards = shard_stats(stats, targets, scale, valid_vocab)
-        C.token_logprob_combine_cuda(shards=shards, rows=addresses, stream=stream)
+    shards = shard_stats(stats, targets, scale, valid_vocab)
+    launch("token_logprob_combine", stats.device, shards=shards, rows=addresses)
     return out
 
 
@@ -158,9 +134,7 @@ def grad(
     rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
     call = dict(shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr())
     if on_gpu(logits):
-        with torch.cuda.device(logits.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            C.token_logprob_grad_cuda(**call, dtype=dtype_of(out), stream=stream)
+        launch("token_logprob_grad", logits.device, **call, dtype=dtype_of(out))
         return out
-    C.token_logprob_grad_cpu(**call, isa=isa, threads=threads())
+    launch("token_logprob_grad", logits.device, isa, **call)
     return out if dtype is None else out.to(dtype)

@@ -1,24 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import refuses
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 4096
 ROWS = 128  # tokens of a program that combines shards
 
 
-def refuse(logits: Tensor, *rest: Any) -> str | None:
-    if reason := refuse_device("logits", logits):
-        return reason
-    if logits.dtype not in DTYPES:
-        return f"logits is {logits.dtype}, expected one of {list(DTYPES)}"
-    return None
+refuse = refuses("logits", torch.float32, torch.bfloat16, torch.float16)
 
 
 def stats(
