@@ -21,7 +21,7 @@ import psutil
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.engine import ServersEngine
 from pyrl_ext.rollout.remote.model import Model
-from pyrl_ext.rollout.remote.publisher import Publisher
+from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.http_engine import EXPERTS, LAYERS, VOCAB, HttpEngine, K
 from tests.helpers.turns import ScriptedFeed, answers, first_turns

@@ -59,7 +59,6 @@ FREE_ON_RESUME = (
     "rollout.check_tensors",
     "rollout.max_mismatch",
     "rollout.transport",
-    "rollout.relay_bytes",
     "rollout.overlap_publish",
     "turns.timeout",
     "rollout.servers",

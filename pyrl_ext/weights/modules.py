@@ -17,7 +17,6 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.model.weight import Weight
-from pyrl_ext.rollout.remote.senders import senders_of
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets
@@ -198,6 +197,31 @@ def _outward(grid: Grid, topo: Topology) -> Outward | None:
     if not others or topo.rank not in ranks:
         return None
     return Outward(topo.make_group(f"{grid.name} outward", ranks), grid.first)
+
+
+def senders_of(grid: Grid, senders: int, buckets: Sequence[tuple[int, int]]) -> list[int]:
+    """The rank that sends each bucket to remote engines.
+
+    The senders are spread over the ranks evenly, and so over stages and hosts. A stage's buckets go
+    to the senders on it; those of a stage without a sender go to all. Each goes to the sender that
+    has the fewest bytes so far.
+
+    Args:
+        grid: of the language model
+        senders: number of ranks that send
+        buckets: (pipeline stage, bytes) of each, in the order in which they are gathered
+    """
+    ranks = [grid.ranks[i * len(grid.ranks) // senders] for i in range(senders)]
+    stages = {rank: grid.place(rank).pp for rank in ranks}
+    load = dict.fromkeys(ranks, 0)
+    targets = [grid.first] * len(buckets)
+    has_none = [stage not in stages.values() for stage, _ in buckets]
+    for index in sorted(range(len(buckets)), key=has_none.__getitem__):
+        stage, size = buckets[index]
+        near = [rank for rank in ranks if has_none[index] or stages[rank] == stage]
+        targets[index] = min(near, key=load.__getitem__)
+        load[targets[index]] += size
+    return targets
 
 
 class _Joined(BucketStream):

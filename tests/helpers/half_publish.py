@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.remote.client import Keys, Server
-from pyrl_ext.rollout.remote.publish import Weights, publish
-from pyrl_ext.rollout.remote.publisher import shapes_of
+from pyrl_ext.rollout.remote.identity import shapes_of
+from pyrl_ext.rollout.remote.weight_sync import Weights, publish
 from tests.helpers.tiny import tiny_plan
 
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.remote import publish
 from pyrl_ext.rollout.remote.canary import Canary
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
+from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
 
@@ -46,15 +46,15 @@ class Trainer:
         version: int,
         servers: Sequence[Server] | None = None,
         **more: Any,
-    ) -> publish.Published:
+    ) -> Published:
         options = {"pause": "abort", "timeout": DEADLINE, "canary": CANARY} | more
         pairs = named.items() if isinstance(named, Mapping) else named
         pairs = cast(Iterable[tuple[str, Tensor]], pairs)
-        part = {n: options.pop(n) for n in ("only", "base", "spread") if n in options}
+        part = {n: options.pop(n) for n in ("only", "base", "broadcast") if n in options}
         shapes = options.pop("shapes", self.shapes)
-        weights = publish.Weights(pairs, version, shapes, bucket_bytes=1 << 16, **part)
+        weights = Weights(pairs, version, shapes, bucket_bytes=1 << 16, **part)
         given = self.servers if servers is None else servers
-        done = publish.publish(self.loop, given, weights, **options)
+        done = publish(self.loop, given, weights, **options)
         done.failed |= done.wait()
         return done
 

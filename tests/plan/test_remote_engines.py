@@ -74,21 +74,16 @@ def test_engine_memory_counts_weights_and_cache():
 
 
 def test_step_time_prices_one_send_to_all_engines():
-    relayed = []
-    direct = ["rollout.relay_bytes=null"]
-    for keys, times in ((relayed, 1), (direct, 4)):
-        plan = compile_plan(GLM47, [*HOSTS, *keys])
-        costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
-        whole = 2 * parameters(plan.sizes).total
-        sent = costs["send weights"]
-        assert ("one after the other" in sent.why) == (keys == relayed)
-        assert sent.amount == times * whole
-        gathered = costs["gather weights"].seconds  # next to it
-        assert sent.seconds == pytest.approx(times * whole / TCP - gathered)
-        assert costs["load weights"].amount == whole / 4
-        more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:], *keys])
-        slower = time_of(more).seconds("publish") / time_of(plan).seconds("publish")
-        assert slower > 1.4 if keys else slower == pytest.approx(1)
+    plan = compile_plan(GLM47, HOSTS)
+    costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
+    whole = 2 * parameters(plan.sizes).total
+    sent = costs["send weights"]
+    assert sent.amount == 4 * whole
+    gathered = costs["gather weights"].seconds  # next to it
+    assert sent.seconds == pytest.approx(4 * whole / TCP - gathered)
+    assert costs["load weights"].amount == whole / 4
+    more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:]])
+    assert time_of(more).seconds("publish") > 1.4 * time_of(plan).seconds("publish")
 
 
 def test_step_time_prices_one_broadcast_whatever_the_number_of_engines():
@@ -103,23 +98,6 @@ def test_step_time_prices_one_broadcast_whatever_the_number_of_engines():
         assert sent.seconds + beside == pytest.approx(whole / BROADCAST)
 
 
-def test_an_engine_takes_weights_through_one_adapter_however_many_send():
-    many = ["parallel.dp=32", "parallel.ep=32", "rollout.senders=32"]
-    plan = compile_plan(GLM47, [*HOSTS, *many])
-    costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
-    sent = costs["send weights"]
-    whole = 2 * parameters(plan.sizes).total
-    assert sent.amount / TCP < whole / GPUS["H200"].network
-    beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
-    assert sent.seconds + beside == pytest.approx(whole / GPUS["H200"].network)
-
-
-def test_step_time_relays_to_no_engine_behind_the_only_one():
-    one = ["rollout.servers=[http://a:8000]", *HOSTS[1:]]
-    (sent,) = (c for c in time_of(compile_plan(GLM47, one)).costs if c.name == "send weights")
-    assert "to one engine, by TCP" in sent.why
-
-
 def test_publishes_beside_what_trains_behind_remote_engines():
     """At ahead 0 nothing runs next to it."""
     for keys, beside in (
@@ -128,13 +106,6 @@ def test_publishes_beside_what_trains_behind_remote_engines():
         ([*HOSTS, "rollout.ahead=1", "rollout.overlap_publish=false"], False),
     ):
         assert compile_plan(GLM47, keys).rollout.publishes_beside == beside
-
-
-def test_relays_from_so_many_bytes_of_each_sender_on():
-    more = ["parallel.dp=8", "parallel.ep=8", "rollout.senders=4", "rollout.relay_bytes=1000"]
-    rollout = compile_plan(GLM47, [*HOSTS, *more]).rollout
-    assert rollout.relays(4000) and not rollout.relays(3999)
-    assert not compile_plan(GLM47, [*HOSTS, "rollout.relay_bytes=null"]).rollout.relays(1e15)
 
 
 def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
@@ -188,7 +159,7 @@ def test_main_shows_remote_engines(tmp_path: Path, capsys: pytest.CaptureFixture
     told = " ".join(capsys.readouterr().out.split())
     assert "4 of vllm, tp 4, on 2 hosts (a, b), each with 8 of their GPUs" in told
     assert "a step on 8 H200 and 16 that generate, 1 ahead" in told
-    assert "1 * 30.9 s 18% 0% 82%" in told and "Simulated from the estimates" in told
+    assert "Simulated from the estimates" in told
     text = page.read_text(encoding="utf-8")
     assert "Remote engines" in text and "idle or paused" in text and ">1 *<" in text
     servers = "rollout.servers=[http://127.0.0.1:8000]"

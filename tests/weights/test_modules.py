@@ -13,16 +13,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
 
 from pyrl_ext.models.hf_folder import SafetensorsFolder
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.tools import export
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.check import full_check, sync_weights
+from pyrl_ext.weights.modules import senders_of
 from tests.helpers.engines import Disturbed
 from tests.helpers.published import Held, in_given_memory
 from tests.helpers.ranks import run_ranks
@@ -34,6 +39,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 PROCESSOR = f"model.tokenizer={QWEN3.with_name('tiny_vl')}"
 WRONG = "vision_tower.encoder.blocks.3.wqkv.weight"
+
+
+@given(
+    st.sampled_from([(1, 4), (2, 2), (4, 1), (4, 2), (2, 3)]),
+    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    st.data(),
+)
+def test_senders_of_shares_buckets_evenly_and_within_their_stages(
+    layout: tuple[int, int], sizes: list[int], data: st.DataObject
+):
+    pp, dp = layout
+    grid = Grid("llm", 0, Parallel(pp=pp, dp=dp))
+    senders = data.draw(st.integers(1, pp * dp))
+    stages = sorted(data.draw(st.integers(0, pp - 1)) for _ in sizes)
+    to = senders_of(grid, senders, list(zip(stages, sizes, strict=True)))
+    ranks = {i * pp * dp // senders for i in range(senders)}
+    assert set(to) <= ranks and len(ranks) == senders
+    at = {rank: grid.place(rank).pp for rank in ranks}
+    assert all(at[rank] == stage for rank, stage in zip(to, stages) if stage in at.values())
+    for stage in range(pp):
+        near = [rank for rank in ranks if at[rank] == stage]
+        load = [
+            sum(s for s, r, n in zip(sizes, to, stages) if (r, n) == (rank, stage)) for rank in near
+        ]
+        assert max(load, default=0) - min(load, default=0) <= max(sizes)
+    if not set(range(pp)) & set(stages) & set(at.values()):
+        load = [sum(s for s, r in zip(sizes, to) if r == rank) for rank in ranks]
+        assert max(load) - min(load) <= max(sizes)
 
 
 @dataclass(frozen=True)

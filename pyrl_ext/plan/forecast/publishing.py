@@ -30,13 +30,12 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
         seconds = whole / at_once
         how = f"at once by NCCL, beside gathering; {at_once / 1e9:g} GB/s, assumed"
     else:
-        relayed = engines > 1 and plan.rollout.relays(whole)
-        sent = whole / senders * (1 if relayed else engines)
+        sent = whole / senders * engines
         rate = min(TCP, gpu.network)
         # an engine takes from all of them at once, by the one adapter that its address has
         seconds = max(sent / rate, whole / gpu.network)
         how = (
-            f"{'one after the other, ' * relayed}by TCP, beside gathering; {rate / 1e9:g} GB/s"
+            f"by TCP, beside gathering; {rate / 1e9:g} GB/s"
             f" of one process, assumed (NCCL would broadcast them in {duration(whole / at_once)})"
         )
     why = (

@@ -16,7 +16,6 @@ LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
 APART = (
     "min_servers",
     "senders",
-    "relay_bytes",
     "keys",
     "request_timeout",
     "publish_timeout",
@@ -144,12 +143,6 @@ def one_rank_broadcasts_to_remote_engines(plan: Plan) -> Found:
             "senders",
             f"{rollout.senders} with rollout.transport broadcast, expected 1; groups of several "
             "ranks with the same engines could wait for each other without end",
-        )
-    if changed(rollout, "relay_bytes"):
-        yield (
-            "relay_bytes",
-            f"{show(rollout.relay_bytes)} with rollout.transport broadcast, expected it left out; "
-            "no engine passes weights on",
         )
 
 

@@ -40,9 +40,6 @@ class Servers(Section):
     senders: Positive = 1
     """ranks that send weights, each a part of them to all engines; they are spread over pipeline
     stages and hosts, which have a network connection each"""
-    relay_bytes: Positive | None = 64 * 2**20
-    """of a sender, from which on they go to one engine, and from there to the next one, so that
-    they leave its host once; null: each engine gets them from the sender"""
     overlap_publish: bool = True
     """with ahead: a sender copies what it sends into host memory, and the trainer goes on with its
     forward passes meanwhile; false: it waits until the engines have the weights"""
@@ -52,7 +49,8 @@ class Servers(Section):
     request_timeout: Rate = 120.0
     """longest time without a token of a request, before its engine is taken out [seconds]"""
     publish_timeout: Rate = 600.0
-    """longest time that one engine may take for a publish, before it is taken out [seconds]"""
+    """longest time that one engine may take for a step of a publish, before it is taken out
+    [seconds]"""
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
     """steps that the engines may generate ahead of the trainer; 0: they wait for each other. A
     token is trained on at most so many versions after the one that generated it"""
@@ -65,14 +63,6 @@ class Servers(Section):
     too_old: Literal["drop", "train"] = "drop"
     """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
     objective's correction"""
-
-    def relays(self, sent: float) -> bool:
-        """True if engines pass weights on.
-
-        Args:
-            sent: by all of them together [bytes].
-        """
-        return self.relay_bytes is not None and sent >= self.relay_bytes * self.senders
 
     @property
     def publishes_beside(self) -> bool:

@@ -1,25 +1,21 @@
-"""Broadcast: the bytes of new weights from a sender to all engines at once, by a process group.
+"""A broadcast of the bytes of new weights from one sender to all remote engines.
 
-gloo on a CPU, NCCL between GPUs. A group is made for one publish, since engines come and go, and
-breaks as a whole: when one of it dies or hangs, no engine gets more, and the trainer sends all of
-them the weights again, by TCP. Of the trainer's ranks only one is in it, so it waits for no
-collective of theirs, and they wait for none of it.
+gloo on a CPU, NCCL between GPUs. A process group is made for one weight sync, since engines come
+and go, and breaks as a whole: if a member dies or hangs, no engine gets more, and the trainer sends
+all of them the weights again, by TCP. Only one of the trainer's ranks is in the group, so it waits
+for no collective of the other ranks, and they wait for none of the group.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -27,47 +23,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.parallel.buckets import Bucket
-from pyrl_ext.parallel.external_groups import gloo_group, listening, own_address, store_of
-from pyrl_ext.rollout.remote.receiver import Receiver
-from pyrl_ext.rollout.remote.relay import Way
-from pyrl_ext.rollout.remote.wire import CHUNK, WireError, need
+from pyrl_ext.parallel.external_groups import gloo_group, own_address, store_of
+from pyrl_ext.rollout.remote.weight_protocol import CHUNK, BroadcastRoute, TransferError, require
 
-BROKEN = "the broadcast to all engines broke"  # names who is sent the weights again
-JOIN = 20.0  # longest time until all are in the group [s]
-POLL = 1e-4  # between two looks at what is under way [s]
-NCCL_JOIN = f"{2 * JOIN:g}"  # until a thread ends that nobody waits for any more [s]
+BROKEN = "the broadcast to all engines broke"  # in the reason of engines that get them again
+JOIN_TIMEOUT_S = 20.0  # until all members are in the group
+POLL_S = 1e-4  # between two looks at an operation
+NCCL_JOIN = f"{2 * JOIN_TIMEOUT_S:g}"  # until an abandoned thread ends [s]
 
-Lost = Callable[[], str | None]
+LostMember = Callable[[], str | None]
 
 
 class Broadcast:
-    """One member of a group: rank 0 sends, the others are engines.
+    """One member of a process group: rank 0 sends, the others are engines.
 
     Args:
-        way: this member's
+        route: of this member
         device: of this member; NCCL needs a GPU
-        lost: says which member is gone; None: none is, as far as its connection shows
+        lost: names a member whose connection closed; None: no connection did
         door: listening socket of the group's store, on the sender
 
-    Raises: WireError.
+    Raises: TransferError.
     """
 
-    _group: Any = None  # torch's stubs lack what we call of it
+    _group: Any = None  # torch's stubs lack its methods
     _closed = False
 
     def __init__(
-        self, way: Way, device: torch.device, lost: Lost, door: socket.socket | None = None
+        self,
+        route: BroadcastRoute,
+        device: torch.device,
+        lost: LostMember,
+        door: socket.socket | None = None,
     ):
-        self._way = way
+        self._route = route
         self._lost = lost
         self._door = door
-        self._stream = None
-        if way.backend == "nccl":
-            need(on_gpu(device), f"a broadcast by NCCL to {device}", "an engine on a GPU")
-            with _as_wire_error():
+        self._stream: torch.cuda.Stream | None = None
+        if route.backend == "nccl":
+            require(on_gpu(device), f"a broadcast by NCCL to {device}", "an engine on a GPU")
+            with _as_transfer_error():
                 self._stream = torch.cuda.Stream(device)
-                with torch.cuda.stream(self._stream):  # of another's memory more may be under way
+                with torch.cuda.stream(self._stream):  # other streams may still use their memory
                     self._on_device = torch.empty(CHUNK, dtype=torch.uint8, device=device)
 
     @property
@@ -76,7 +73,7 @@ class Broadcast:
         return self._group is not None
 
     def join(self) -> None:
-        """Wait until all are in the group. Raises: WireError if they are not in time."""
+        """Wait until all are in the group. Raises: TransferError if they are not in time."""
         ended = threading.Event()
         errors = list[Exception]()
 
@@ -84,7 +81,7 @@ class Broadcast:
             door = self._door
             self._door = None
             try:
-                self._group = _group(self._way, door)
+                self._group = _group(self._route, door)
                 self._pass(torch.zeros(1, dtype=torch.uint8))  # NCCL connects at its first use
             except Exception as error:
                 errors.append(error)
@@ -94,46 +91,50 @@ class Broadcast:
 
         # in a thread: NCCL's own wait for a member that died takes long
         threading.Thread(target=run, name="broadcast", daemon=True).start()
-        limit = min(JOIN, self._way.silence) * (2 if self._way.rank else 1)  # the sender decides
+        limit = min(JOIN_TIMEOUT_S, self._route.silence)
+        if self._route.rank:  # the sender decides
+            limit *= 2
         end = time.monotonic() + limit
-        while not ended.wait(POLL):
-            if (why := self._lost()) or time.monotonic() > end:
+        while not ended.wait(POLL_S):
+            reason = self._lost()
+            if reason or time.monotonic() > end:
                 self.close()
-                raise WireError(f"weights: {BROKEN} ({why or f'not all joined in {limit:g} s'})")
+                reason = reason or f"not all joined in {limit:g} s"
+                raise TransferError(f"weights: {BROKEN} ({reason})")
         if errors:
             self.close()
-            raise WireError(f"weights: {BROKEN} ({errors[0]})") from errors[0]
+            raise TransferError(f"weights: {BROKEN} ({errors[0]})") from errors[0]
 
-    def pass_on(self, view: memoryview) -> None:
+    def transfer(self, view: memoryview) -> None:
         """A piece of at most `CHUNK` bytes: the sender's is sent, an engine's is filled.
 
-        Raises: WireError when the group breaks. Syncs: with NCCL, the stream of the group.
+        Raises: TransferError when the group breaks. Syncs: with NCCL, the stream of the group.
         """
         try:
-            with _as_wire_error():
+            with _as_transfer_error():
                 self._pass(torch.frombuffer(view, dtype=torch.uint8))
-        except WireError:
+        except TransferError:
             self.close()
             raise
 
     def leave(self) -> None:
-        """Leave once everything is passed on; nobody waits for the others."""
+        """Leave after the last piece, without a wait for the other members."""
         self._end("shutdown" if self._stream else "abort")
 
     def close(self) -> None:
-        """Leave at once, which breaks the group for the others if anything is under way."""
+        """Leave at once, which breaks the group for the others if an operation runs."""
         self._end("abort")
 
-    def _end(self, how: str) -> None:
+    def _end(self, method: str) -> None:
         self._closed = True
-        held = [self._group]
+        groups = [self._group]
         self._group = None
         door = self._door
         self._door = None
         if door is not None:
             door.close()
-        if held[0] is not None:  # in a thread: its end and its destructor may wait for a member
-            threading.Thread(target=_end_group, args=(held, how), daemon=True).start()
+        if groups[0] is not None:  # in a thread: its end and its destructor may wait for a member
+            threading.Thread(target=_end_group, args=(groups, method), daemon=True).start()
 
     def _pass(self, piece: Tensor) -> None:
         if self._stream is None:
@@ -141,150 +142,69 @@ class Broadcast:
             return
         with torch.cuda.stream(self._stream):
             on_device = self._on_device[: len(piece)]
-            if self._way.rank == 0:
+            if self._route.rank == 0:
                 on_device.copy_(piece)
             self._broadcast(on_device)
-            if self._way.rank:
+            if self._route.rank:
                 piece.copy_(on_device)
 
     def _broadcast(self, piece: Tensor) -> None:
-        silence = self._way.silence
-        work = None
+        silence = self._route.silence
         options = dist.BroadcastOptions()
-        end = time.monotonic() + silence
         options.timeout = timedelta(seconds=silence)
+        end = time.monotonic() + silence
+        work = None
         try:
-            need(self._group is not None, BROKEN, "all its bytes")
+            require(self._group is not None, BROKEN, "all its bytes")
             work = self._group.broadcast([piece], options)
             while not work.is_completed():
-                why = self._lost()
-                need(why is None, f"{BROKEN} ({why})", "all its bytes")
-                need(time.monotonic() < end, f"{BROKEN} (silent for {silence:g} s)", "more bytes")
-                time.sleep(POLL)
+                reason = self._lost()
+                require(reason is None, f"{BROKEN} ({reason})", "all its bytes")
+                in_time = time.monotonic() < end
+                require(in_time, f"{BROKEN} (silent for {silence:g} s)", "more bytes")
+                time.sleep(POLL_S)
             work.wait()
         finally:
             del work  # an error's traceback would keep it, and so the group
 
 
-class ToAll:
-    """The sender's end of a broadcast: a bucket's bytes to all engines that are there.
-
-    Args:
-        device: of the sender
-        limit: longest time for all buckets [seconds]
-
-    Attributes:
-        turn: of a bucket; one is sent after the other
-    """
-
-    _member: Broadcast | None = None
-
-    def __init__(self, device: torch.device, limit: float):
-        self.turn = asyncio.Lock()
-        self._device = device
-        self._left = limit
-        self._engines: Sequence[Receiver] = ()
-
-    def meet(self, engines: Sequence[Receiver], silence: float) -> None:
-        """These are in the group, and are shown their way.
-
-        Args:
-            silence: longest time without a byte of the group [seconds]
-        """
-        self._engines = engines
-        hosts = [each.host for each in engines]
-        host = next((each for each in hosts if not ip_address(each).is_loopback), hosts[0])
-        backend = "nccl" if on_gpu(self._device) else "gloo"
-        try:
-            door = listening(host)
-            port = door.getsockname()[1]
-            secret = secrets.token_hex(32)
-            size = len(engines) + 1
-            way = Way(host, port, secret, "", silence, backend, 0, size)
-            self._member = Broadcast(way, self._device, self._lost, door)
-        except (OSError, WireError) as error:
-            self._fail(f"{BROKEN} ({error})")
-            return
-        for rank, each in enumerate(engines, 1):  # they wait longer, so that the sender decides
-            each.show(replace(way, rank=rank, silence=2 * silence))
-
-    async def send(self, bucket: Bucket, buffer: Tensor) -> bool:
-        """Send it; when the group breaks, or broke, every engine of it has failed.
-
-        Communicates: the bucket, in pieces; the first time when all have joined.
-        """
-        begin = time.monotonic()
-        try:
-            await asyncio.to_thread(self._send, bucket, buffer, begin + self._left)
-        except WireError as error:
-            self._fail(f"{error}")
-        self._left -= time.monotonic() - begin
-        return not any(each.error for each in self._engines)
-
-    def close(self) -> None:
-        """The group ends."""
-        if self._member is not None:
-            self._member.leave()
-
-    def _send(self, bucket: Bucket, buffer: Tensor, end: float) -> None:
-        why = self._lost()
-        member = self._member
-        need(why is None and member is not None, f"{BROKEN} ({why})", "each engine there")
-        assert member is not None
-        if not member.joined:
-            member.join()
-        view = memoryview(buffer.numpy())[: bucket.bytes]
-        for begin in range(0, bucket.bytes, CHUNK):
-            for each in self._engines:
-                each.at = bucket.name_at(begin)
-            need(time.monotonic() < end, f"{BROKEN} (it took too long)", "an end")
-            member.pass_on(view[begin : begin + CHUNK])
-
-    def _fail(self, why: str) -> None:
-        for each in self._engines:
-            each.fail(f"missed {each.at} ({why})")
-
-    def _lost(self) -> str | None:
-        for each in self._engines:
-            if each.error or each.socket is None or gone(each.socket):
-                return f"{each.address}: it {each.error or 'left'}"
-
-
 def gone(connection: socket.socket) -> bool:
-    """True if the other end left, or this one did."""
+    """True if one of the two ends left."""
     if connection.fileno() < 0:
         return True
-    looks = select.poll()
-    looks.register(connection, select.POLLRDHUP)
-    return bool(looks.poll(0))
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
-def _group(way: Way, door: socket.socket | None) -> Any:
-    limit = timedelta(seconds=JOIN)
-    store = store_of(way.host, way.port, way.size, limit, door)
-    known = dist.PrefixStore(way.secret, store)  # pyright: ignore[reportPrivateImportUsage]
-    if way.backend == "gloo":
-        own = own_address(way.host, way.port)
-        return gloo_group(known, way.rank, way.size, own, limit)
+def _group(route: BroadcastRoute, door: socket.socket | None) -> Any:
+    limit = timedelta(seconds=JOIN_TIMEOUT_S)
+    shared = store_of(route.host, route.port, route.size, limit, door)
+    store = dist.PrefixStore(route.prefix, shared)  # pyright: ignore[reportPrivateImportUsage]
+    if route.backend == "gloo":
+        address = own_address(route.host, route.port)
+        return gloo_group(store, route.rank, route.size, address, limit)
     options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout, options.config.blocking = limit, 0  # or to wait for others has no end
+    options._timeout = limit
+    options.config.blocking = 0  # a blocking wait for others has no end
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", NCCL_JOIN)  # read at the first use
     with _no_watchdog():
-        return dist.ProcessGroupNCCL(known, way.rank, way.size, options)
+        return dist.ProcessGroupNCCL(store, route.rank, route.size, options)
 
 
-def _end_group(held: list[Any], how: str) -> None:
-    group = held.pop()
+def _end_group(groups: list[Any], method: str) -> None:
+    group = groups.pop()
     with suppress(RuntimeError):
-        getattr(group, how)()
+        getattr(group, method)()
 
 
 @contextmanager
 def _no_watchdog() -> Iterator[None]:
     """By default torch's watchdog ends the process of a group that fails: the trainer's, when an
-    engine dies. No other group is made while a publish begins."""
+    engine dies. No other group is made while a weight sync begins."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before, os.environ[name] = os.environ.get(name), "1"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
         yield
     finally:
@@ -294,11 +214,11 @@ def _no_watchdog() -> Iterator[None]:
 
 
 @contextmanager
-def _as_wire_error() -> Iterator[None]:
+def _as_transfer_error() -> Iterator[None]:
     """Errors of gloo, NCCL and of a GPU's memory are RuntimeErrors."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, WireError):
+        if isinstance(error, TransferError):
             raise
-        raise WireError(f"weights: {BROKEN} ({error})") from error
+        raise TransferError(f"weights: {BROKEN} ({error})") from error

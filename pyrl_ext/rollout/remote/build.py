@@ -11,7 +11,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.remote.client import Keys, Server
 from pyrl_ext.rollout.remote.engine import ServersEngine
 from pyrl_ext.rollout.remote.model import Model
-from pyrl_ext.rollout.remote.publisher import Publisher
+from pyrl_ext.rollout.remote.weight_sync import Publisher
 
 
 def build_servers_engine(
@@ -42,5 +42,5 @@ def build_servers_engine(
         tokenizer=load_tokenizer(folder) if folder else None,
         group=group,
         keep=KeptBuckets(rollout.bucket_bytes, device) if plan.rollout.publishes_beside else None,
-        beside=beside,
+        thread_group=beside,
     )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
@@ -237,3 +238,20 @@ def prove(
         if why := canary.verdict(gap, apart):
             failed |= {a: f"{a}: canary of version {version}: {why}" for a in addresses}
     return failed
+
+
+def canary_of(plan: Plan) -> Canary | None:
+    """The canary of this plan; None: its model takes images, and the canary has none."""
+    if plan.modules:
+        return None
+    room = int(plan.hf.get("max_position_embeddings") or 2**20)
+    canary = Canary.of(
+        Model.of(plan),
+        room,
+        plan.rollout.engine == "vllm",
+        plan.rollout.temperature,
+        {plan.model.dtype, plan.rollout_dtype} == {"float32"},
+    )
+    if plan.rollout.engine == "vllm" or plan.sizes.state_mixer is None:
+        return canary
+    return replace(canary, cached=0)  # the embedded engine keeps no states of finished requests

@@ -24,11 +24,11 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.remote import guard, protocol
 from pyrl_ext.rollout.remote.commands import PARENT, keys_folder, max_tokens
+from pyrl_ext.rollout.remote.identity import identity_of
 from pyrl_ext.rollout.remote.lanes import Job
 from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
-from pyrl_ext.rollout.remote.publisher import identity_of
-from pyrl_ext.rollout.remote.staged import StagedUpdate
-from pyrl_ext.rollout.remote.wire import WireError
+from pyrl_ext.rollout.remote.weight_protocol import TransferError
+from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 from pyrl_ext.rollout.remote.worker import Refused, Worker
 
 FLUSH = 0.1  # longest time that a token stays here before it is sent [s]
@@ -277,7 +277,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Refused as error:
         status = 409
         why = str(error)
-    except (WireError, RuntimeError) as error:
+    except (TransferError, RuntimeError) as error:
         status = 500
         why = str(error)
     return web.json_response({"error": {"message": why, "code": status}}, status=status)
@@ -317,7 +317,7 @@ def main() -> int:
     listening = socket.create_server((options.host, options.port), backlog=1024)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
-    server = Server(engine, max_tokens(plan), identity_of(plan).to_json())
+    server = Server(engine, max_tokens(plan), identity_of(plan))
     asyncio.run(serve(server, listening, keys))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

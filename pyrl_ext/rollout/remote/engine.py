@@ -22,10 +22,9 @@ from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
-from pyrl_ext.rollout.remote.publisher import Publisher
 from pyrl_ext.rollout.remote.router import Router
 from pyrl_ext.rollout.remote.stream import Stream
-from pyrl_ext.rollout.remote.updates import Updates
+from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync
 from pyrl_ext.rollout.static_feed import AllAtOnce
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
@@ -47,7 +46,7 @@ class ServersEngine(Engine):
         patience: time for the first servers to answer [s]
         tokenizer: for stop strings that a new part of a response completes
         group: of all ranks with such an engine; None: this process alone
-        keep, beside: as for `Updates`
+        keep, thread_group: as for `WeightSync`
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ServersEngine(Engine):
         tokenizer: Tokenizer | None = None,
         group: dist.ProcessGroup | None = None,
         keep: KeptBuckets | None = None,
-        beside: dist.ProcessGroup | None = None,
+        thread_group: dist.ProcessGroup | None = None,
     ):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.model = model
@@ -79,8 +78,9 @@ class ServersEngine(Engine):
         _allow_files(limit * len(servers))
         name = f"rank {self.rank}"
         self.router = Router(servers, limit, min_servers, model.check, name)
-        given = self.router, publish, self._counts, patience, group
-        self.updates = Updates(*given, keep, beside)
+        self.sync = WeightSync(
+            self.router, publish, self._counts, patience, group, keep, thread_group
+        )
         run = self.loop.run_forever
         self._thread = threading.Thread(target=run, name="servers", daemon=True)
         self._thread.start()
@@ -112,16 +112,16 @@ class ServersEngine(Engine):
         Communicates: three lines of every rank; every byte of the weights once to each server, or
             to the first one.
         """
-        self.updates.load(named, version, only)
+        self.sync.load(named, version, only)
         self.version = version
 
     def confirm(self, check: Callable[[], None]) -> None:
         """Servers generate while digests are compared."""
-        self.updates.confirm(check)
+        self.sync.confirm(check)
 
     def disproved(self) -> bool:
-        """See `Updates.disproved`."""
-        return self.updates.disproved(self.score_canaries)
+        """See `WeightSync.disproved`."""
+        return self.sync.disproved(self.score_canaries)
 
     def _counts(self) -> Mapping[str, float]:
         """Prompts of this rank, by what became of them."""
@@ -131,7 +131,7 @@ class ServersEngine(Engine):
 
     def metrics(self) -> dict[str, float]:
         """Numbers of all ranks' requests between the last two publishes, and of all prompts."""
-        return self.updates.metrics
+        return self.sync.metrics
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that all servers hold; 0 where two of them differ.
@@ -151,7 +151,7 @@ class ServersEngine(Engine):
             lanes = [lane for lane in self.router.lanes if lane.used]
             return await asyncio.gather(*map(ask, lanes))
 
-        self.updates.finished()
+        self.sync.finished()
         found = [digests for results in self.run(ask_all()) for digests in results]
         if not found:
             raise RuntimeError(self.router.too_few())
@@ -168,7 +168,7 @@ class ServersEngine(Engine):
                 for stream in self._streams:
                     stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
             self.run(self.router.close())
-            self.updates.close()
+            self.sync.close()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 

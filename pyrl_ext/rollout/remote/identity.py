@@ -1,76 +1,77 @@
-"""Identity: what engine and trainer have to agree on before the engine may join."""
+"""The identity of a model: digests that engine and trainer have to agree on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.remote.wire import names_digest
+import torch
 
-# of a config: who wrote it and in which type, which `Identity` has apart
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.lora import Lora
+from pyrl_ext.rollout.adapters import applied_lora
+from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.remote.weight_protocol import names_digest
+
+# of a config: its origin, and its type, which an identity has separately
 _NOTES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
+Identity = dict[str, str]
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Digests of a model without its weights.
 
-    Args:
-        model: of its Hugging Face config
-        tensors: of the names and shapes of its weights
-        dtype: of its weights in the engine
-        tokenizer: of the tokenizer's file; empty: it has none
-        alpha: of the adapters that the engine applies, as text; "None": it applies none
+def make_identity(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    dtype: str,
+    tokenizer: str | Path | None,
+    lora: Lora | None = None,
+) -> Identity:
     """
+    Args:
+        config: Hugging Face config
+        shapes: of all tensors that an engine holds, by name
+        dtype: of the weights in the engine
+        tokenizer: its folder
+        lora: adapters that the engine applies; their ranks are in ``shapes``
 
-    model: str
-    tensors: str
-    dtype: str
-    tokenizer: str
-    alpha: str
-
-    @classmethod
-    def of(
-        cls,
-        config: Mapping[str, Any],
-        shapes: Mapping[str, Sequence[int]],
-        dtype: str,
-        tokenizer: str | Path | None,
-        lora: Lora | None = None,
-    ) -> Identity:
-        """
-        Args:
-            config: Hugging Face config
-            shapes: of all tensors that an engine holds, by name
-            tokenizer: its folder
-            lora: adapters that the engine applies; their ranks are in `shapes`
-        """
-        known = {key: value for key, value in config.items() if key not in _NOTES}
-        model = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        alpha = None if lora is None else lora.alpha
-        return cls(model, names_digest(shapes), dtype, _tokenizer(tokenizer), str(alpha))
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
-    def differs(self, other: Mapping[str, Any]) -> str | None:
-        """Why an engine with the identity ``other`` may not join; None: it may."""
-        for name, mine in asdict(self).items():
-            its = other.get(name)
-            if name == "tokenizer" and "" in (mine, its):
-                continue  # an engine without one gets tokens all the same
-            if mine != its:
-                return f"its {name} is {str(its)[:12]!r}, expected {mine[:12]!r}, the trainer's"
-        return None
+    Returns: digests of the config, of names and shapes, and of the tokenizer's file (empty: it has
+        none), the dtype, and the adapters' alpha ("None": it applies none).
+    """
+    kept = {key: value for key, value in config.items() if key not in _NOTES}
+    paths = [] if tokenizer is None else [Path(tokenizer) / name for name in _TOKENIZER]
+    files = [path.read_bytes() for path in paths if path.is_file()]
+    return {
+        "model": hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
+        "tensors": names_digest(shapes),
+        "dtype": dtype,
+        "tokenizer": hashlib.sha256(files[0]).hexdigest() if files else "",
+        "alpha": str(None if lora is None else lora.alpha),
+    }
 
 
-def _tokenizer(folder: str | Path | None) -> str:
-    paths = [] if folder is None else [Path(folder) / name for name in _TOKENIZER]
-    found = [path.read_bytes() for path in paths if path.is_file()]
-    return hashlib.sha256(found[0]).hexdigest() if found else ""
+def difference(trainer: Identity, engine: Mapping[str, Any]) -> str | None:
+    """The reason why an engine may not join; None: it may."""
+    for name, expected in trainer.items():
+        value = engine.get(name)
+        if name == "tokenizer" and "" in (expected, value):
+            continue  # an engine without one gets tokens all the same
+        if value != expected:
+            return f"its {name} is {str(value)[:12]!r}, expected {expected[:12]!r}, the trainer's"
+    return None
+
+
+def shapes_of(plan: Plan) -> dict[str, torch.Size]:
+    """Shape of every tensor that an engine of this plan holds, by its checkpoint name."""
+    held = Destinations.from_config(plan.hf, applied_lora(plan))
+    return {name: held.shape(name) for name in held.parts}
+
+
+def identity_of(plan: Plan) -> Identity:
+    """The identity of the plan's engines."""
+    return make_identity(
+        plan.hf, shapes_of(plan), plan.rollout_dtype, plan.tokenizer_path, applied_lora(plan)
+    )

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import inplace
 
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.remote.staged import StagedUpdate
-from pyrl_ext.rollout.remote.wire import WireError
+from pyrl_ext.rollout.remote.weight_protocol import TransferError
+from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 from pyrl_ext.rollout.vllm.loading import Loading
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and verify everything; the model is not touched.
 
-        Raises: WireError, on every worker; also if it is asked to drop what came, since vLLM ends
-            an update for an error alone.
+        Raises: TransferError, on every worker; also if it is asked to drop what came, since vLLM
+            ends an update for an error alone.
         """
         error = None
         if update_info.get("drop"):
@@ -83,16 +83,16 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         elif self._world.rank_in_group == 0:
             try:
                 self.staged.update(update_info)
-            except WireError as caught:
+            except TransferError as caught:
                 error = str(caught)
         if (error := self._shared(error)) is not None:
-            raise WireError(error)
+            raise TransferError(error)
 
     def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
         raise NotImplementedError("StagedTransfer: update_weights receives")
 
     def finish_weight_update(self) -> None:
-        """Load what came. Raises: WireError if nothing did."""
+        """Load what came. Raises: TransferError if nothing did."""
         tensors = dict[str, Tensor]()
         only = None
         error = None
@@ -100,12 +100,12 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
             try:
                 info, tensors = self.staged.finish()
                 only = info.only
-            except WireError as caught:
+            except TransferError as caught:
                 error = str(caught)
         layout: Layout = [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()]
         layout, only, error = self._shared((layout, only, error))
         if error is not None:
-            raise WireError(error)
+            raise TransferError(error)
         self._take(self._handed_on(layout, tensors), only)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.identity import make_identity
 
 
 class ServedWorker:
@@ -26,4 +26,4 @@ class ServedWorker:
         config = json.loads(Path(model.model, "config.json").read_text(encoding="utf-8"))
         shapes = self.weight_transfer_engine.staged.wanted
         tokenizer = None if model.skip_tokenizer_init else model.tokenizer
-        return Identity.of(config, shapes, str(model.dtype)[6:], tokenizer).to_json()
+        return make_identity(config, shapes, str(model.dtype)[6:], tokenizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ class Loading(AdapterLoading):
                 yield name, copy
 
     def identity(self) -> dict[str, str]:
-        """The model that this worker serves, as `Identity` compares it."""
+        """The model that this worker serves, as `make_identity` names it."""
         known = self.vllm_config.model_config
         config = json.loads(Path(known.model, "config.json").read_text(encoding="utf-8"))
         held = Destinations.from_config(config)
         dtype = str(known.dtype)[6:]
         shapes = {name: held.shape(name) for name in held.parts}
-        return Identity.of(config, shapes, dtype, known.tokenizer).to_json()
+        return make_identity(config, shapes, dtype, known.tokenizer)
 
     def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
         """Digests of the tensors last loaded; with None also of the tensors in vLLM's memory."""

@@ -21,7 +21,7 @@ import torch
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.identity import difference, make_identity
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
 from pyrl_ext.rollout.remote.worker import MOST_LANES, Worker
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -411,8 +411,8 @@ def test_embedded_says_its_address_first_and_ends_with_its_parent(tmp_path: Path
             (found,) = json.load(reply)["results"]
         plan = compile_plan(TINY)
         shapes = HFEngine(plan.hf).shapes()
-        mine = Identity.of(plan.hf, shapes, "float32", plan.tokenizer_path)
-        assert mine.differs(found) is None
+        mine = make_identity(plan.hf, shapes, "float32", plan.tokenizer_path)
+        assert difference(mine, found) is None
     finally:
         parent.kill()
         parent.wait()

@@ -21,7 +21,7 @@ from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.engine import ServersEngine
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.protocol import encode_routes
-from pyrl_ext.rollout.remote.publisher import Publisher
+from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 from tests.helpers.deadline import DEADLINE

@@ -13,7 +13,7 @@ import torch
 
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.identity import make_identity
 from tests.helpers.server_processes import ServerProcess
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
 from tests.helpers.servers import running
@@ -86,9 +86,9 @@ def test_train_makes_again_what_a_server_with_old_routes_made(
     plan = tiny_plan(*COMMON)
     engine = build_in_this_process(plan, torch.device("cpu"))
     assert isinstance(engine, HFEngine)
-    known = Identity.of(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
+    known = make_identity(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
     with running(engine, plan.longest + 50, server_of(StaleRoutes)) as stale:
-        stale.server.identity = known.to_json()
+        stale.server.identity = known
         servers = f"rollout.servers={[steady.address, stale.url]}"
         code, said = run(tmp_path / "apart", servers)
         assert code == 0 and stale.server.worker.counts["answers"] > 4

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.protocol import RESUME, RPC, START, WEIGHT_INFO
-from pyrl_ext.rollout.remote.staged import UpdateInfo
+from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
 from tests.helpers.engines import GLM, checkpoint, random_model
 from tests.helpers.publishing import REQUEST, Trainer
 from tests.helpers.ranks import fork_ranks
@@ -126,7 +126,7 @@ def test_publish_by_two_ranks_of_which_one_is_killed_leaves_the_old_weights(
 
 def test_publish_by_a_trainer_that_stalls_ends(two: Two):
     """Servers wait for the next bytes as long as its info says, then take no more."""
-    told = UpdateInfo.to_json
+    told = UpdateInfo.model_dump
     ended = list[Server]()
 
     def short(self: UpdateInfo) -> dict[str, Any]:
@@ -137,25 +137,27 @@ def test_publish_by_a_trainer_that_stalls_ends(two: Two):
             two.run(server.control(START))
             ended.append(server)
 
-    with patch.object(UpdateInfo, "to_json", short):
+    with patch.object(UpdateInfo, "model_dump", short):
         done = two.publish(until(SECOND, 60, wait), 2)
     assert ended == two.servers and done.failed.keys() == {s.address for s in two.servers}
     assert all("sent nothing for 0.2 s" in why for why in done.failed.values())
     still_first(two)
 
 
-def test_publish_with_another_secret_reaches_nobody(two: Two):
-    told = UpdateInfo.to_json
+def test_publish_with_another_key_reaches_nobody(two: Two):
+    told = UpdateInfo.model_dump
 
     def other(self: UpdateInfo) -> dict[str, Any]:
-        doors = [door._replace(secret="0" * 64) if self.engine else door for door in self.doors]
-        return told(replace(self, doors=tuple(doors)))
+        fields = told(self)
+        for sender in fields["senders"] if self.engine else ():
+            sender["key"] = "0" * 64
+        return fields
 
-    with patch.object(UpdateInfo, "to_json", other):
+    with patch.object(UpdateInfo, "model_dump", other):
         done = two.publish(SECOND, 2)
     good, bad = two.servers
     assert done.failed.keys() == {bad.address} and two.version(good) == "2"
-    assert "an end after 0 of 32 bytes" in done.failed[bad.address]
+    assert "an end after 0 of 12 bytes" in done.failed[bad.address]
     assert two.version(bad) == "1"
     assert two.publish(FIRST, 3).failed == {}
 
@@ -172,16 +174,16 @@ class Again:
         self.given = True
 
 
-@pytest.mark.parametrize(("spread", "times"), [("each", 0), ("broadcast", 1)])
+@pytest.mark.parametrize(("broadcast", "times"), [(False, 0), (True, 1)])
 def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(
-    two: Two, spread: str, times: int
+    two: Two, broadcast: bool, times: int
 ):
     good, bad = two.servers
     killed = two.processes[1]
-    done = two.publish(Again(killed.end), 4, spread=spread)
+    done = two.publish(Again(killed.end), 4, broadcast=broadcast)
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
     assert two.version(good) == "4" and times <= done.again <= 2 * times
-    done = two.publish(SECOND, 5, spread=spread)  # while it is gone
+    done = two.publish(SECOND, 5, broadcast=broadcast)  # while it is gone
     assert done.failed.keys() == {bad.address}
     log = two.folder / "again.log"
     two.processes[1] = ServerProcess(log, port=int(bad.address.rpartition(":")[2]))
@@ -189,7 +191,7 @@ def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(
     bad.failure = None
     with pytest.raises(ServerFailed, match="no complete weights"):
         two.generate(bad)
-    assert two.publish(FIRST, 6, spread=spread).failed == {}
+    assert two.publish(FIRST, 6, broadcast=broadcast).failed == {}
     assert two.digests(good) == two.digests(bad)
     assert two.generate(bad, replace(REQUEST, salt="6")).versions == ((0, 4, 6),)
 
@@ -200,8 +202,8 @@ def test_broadcast_that_a_server_stalls_reaches_the_others_by_tcp(two: Two):
     number = two.processes[1].process.pid
     assert number is not None
     stall = Again(partial(os.kill, number, signal.SIGSTOP))
-    done = two.publish(stall, 7, spread="broadcast", timeout=8.0)
+    done = two.publish(stall, 7, broadcast=True, timeout=8.0)
     os.kill(number, signal.SIGCONT)
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
     assert two.version(good) == "7" and done.again == 2
-    assert two.publish(FIRST, 8, spread="broadcast").failed == {}
+    assert two.publish(FIRST, 8, broadcast=True).failed == {}

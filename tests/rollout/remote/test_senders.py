@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.model.ranks import Grid
-from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.rollout.build import build_engine, build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote import publish
 from pyrl_ext.rollout.remote.engine import ServersEngine
-from pyrl_ext.rollout.remote.publisher import identity_of
-from pyrl_ext.rollout.remote.sender import Transfer
-from pyrl_ext.rollout.remote.senders import senders_of
+from pyrl_ext.rollout.remote.identity import identity_of
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.check import sync_weights
 from tests.helpers.ranks import run_ranks
@@ -36,44 +29,15 @@ LAYOUTS = {
     "tp2 dp2 ep4 etp1": ("parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "parallel.etp=1"),
 }
 SMALL = "rollout.bucket_bytes=20000"
-RELAYED = "rollout.relay_bytes=1"
 BESIDE = "rollout.ahead=1"
 BROADCAST = "rollout.transport=broadcast"
-PUBLISHED = (  # number of senders, further keys
+PUBLISHED: list[tuple[int, tuple[str, ...]]] = [  # number of senders, further keys
     (1, ()),
     (1, (BROADCAST,)),
     (1, (BROADCAST, BESIDE)),
-    (2, (RELAYED,)),
-    (4, (RELAYED, BESIDE)),
-)
-
-
-@given(
-    st.sampled_from([(1, 4), (2, 2), (4, 1), (4, 2), (2, 3)]),
-    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
-    st.data(),
-)
-def test_senders_of_shares_buckets_evenly_and_within_their_stages(
-    layout: tuple[int, int], sizes: list[int], data: st.DataObject
-):
-    pp, dp = layout
-    grid = Grid("llm", 0, Parallel(pp=pp, dp=dp))
-    senders = data.draw(st.integers(1, pp * dp))
-    stages = sorted(data.draw(st.integers(0, pp - 1)) for _ in sizes)
-    to = senders_of(grid, senders, list(zip(stages, sizes, strict=True)))
-    ranks = {i * pp * dp // senders for i in range(senders)}
-    assert set(to) <= ranks and len(ranks) == senders
-    at = {rank: grid.place(rank).pp for rank in ranks}
-    assert all(at[rank] == stage for rank, stage in zip(to, stages) if stage in at.values())
-    for stage in range(pp):
-        near = [rank for rank in ranks if at[rank] == stage]
-        load = [
-            sum(s for s, r, n in zip(sizes, to, stages) if (r, n) == (rank, stage)) for rank in near
-        ]
-        assert max(load, default=0) - min(load, default=0) <= max(sizes)
-    if not set(range(pp)) & set(stages) & set(at.values()):
-        load = [sum(s for s, r in zip(sizes, to) if r == rank) for rank in ranks]
-        assert max(load) - min(load) <= max(sizes)
+    (2, ()),
+    (4, (BESIDE,)),
+]
 
 
 def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
@@ -89,7 +53,7 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
                 engine = build_in_this_process(plan, torch.device("cpu"))
                 assert isinstance(engine, HFEngine)
                 client = stack.enter_context(running(engine, 500))
-                client.server.identity = identity_of(plan).to_json()
+                client.server.identity = identity_of(plan)
                 held.append(engine)
                 addresses[0].append(client.url)
         dist.broadcast_object_list(addresses)
@@ -107,18 +71,7 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Noted(Transfer):
-    """Notes the server at which its bytes begin."""
-
-    first: int | None
-
-    def __init__(self, *given: Any, relay: int | None = None, **more: Any):
-        super().__init__(*given, relay=relay, **more)
-        Noted.first = relay
-
-
 def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
-    publish.Transfer = Noted  # in this rank's process
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
         beside = topo.make_group("publish", range(4)) if plan.rollout.publishes_beside else None
@@ -136,7 +89,7 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
     assert sorted(came) == sorted(stream.names or ())
     sent = set(stream.names or ())
     bytes_sent = metrics["publish/bytes"]
-    return {"sent": sent, "bytes": bytes_sent, "asked": asked, "first": Noted.first}
+    return {"sent": sent, "bytes": bytes_sent, "asked": asked}
 
 
 def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Path):
@@ -149,13 +102,8 @@ def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Pat
         expected = expected or first["digests"][0]
         assert first["digests"] == [expected, expected], first["layout"]
         assert all(row["asked"] == expected for row in case)
-        relayed = RELAYED in first["how"]
-        before = [sum(map(bool, sent[:rank])) for rank in range(4)]
-        starts = [number % 2 if relayed else None for number in before]
-        assert [row["first"] for row in case] == starts  # senders begin at one after the other
         assert sum(map(bool, sent)) == first["senders"]
         assert sum(map(len, sent)) == len(set().union(*sent)) >= len(expected)
         size = size or first["bytes"]
-        once = relayed or BROADCAST in first["how"]
-        sends = size / 2 if once else size  # to one of both, or to both at once
+        sends = size / 2 if BROADCAST in first["how"] else size  # to both at once, or to each
         assert all(abs(row["bytes"] - sends) < size / 20 for row in case)  # heads of frames

@@ -12,7 +12,7 @@ import torch
 from pyrl_ext import train
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.publisher import identity_of
+from pyrl_ext.rollout.remote.identity import identity_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.server_processes import server_processes
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
@@ -61,7 +61,7 @@ def test_train_over_a_server_with_states_equals_the_engine_beside_the_trainer(tm
     engine = build_in_this_process(plan, torch.device("cpu"))
     assert isinstance(engine, HFEngine)
     with running(engine, plan.longest + 50) as one:
-        one.server.identity = identity_of(plan).to_json()
+        one.server.identity = identity_of(plan)
         code, said = run(tmp_path / "apart", *STATES, f"rollout.servers={[one.url]}")
     assert code == 0, said
     assert_same(tmp_path / "apart", tmp_path / "beside")

@@ -28,12 +28,13 @@ if find_spec("vllm") is None:
 
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.remote import protocol
+from pyrl_ext.rollout.remote.canary import canary_of
 from pyrl_ext.rollout.remote.client import Keys, Server, ServerFailed
 from pyrl_ext.rollout.remote.guard import TABLE
+from pyrl_ext.rollout.remote.identity import identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
-from pyrl_ext.rollout.remote.publish import Published, Spread, Weights, publish
-from pyrl_ext.rollout.remote.publisher import canary_of, identity_of, shapes_of
-from pyrl_ext.rollout.remote.taker import Taker
+from pyrl_ext.rollout.remote.server_update import ServerUpdate
+from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
@@ -78,9 +79,9 @@ class Served:
     def generate(self, request: Request) -> Answer:
         return self.run(self.server.generate(request, Partial(request)))
 
-    def publish(self, version: int, spread: Spread = "each", **more: Any) -> Published:
+    def publish(self, version: int, broadcast: bool = False, **more: Any) -> Published:
         tensors = checkpoint(MODELS[version])
-        weights = Weights(tensors.items(), version, shapes_of(self.plan), spread=spread)
+        weights = Weights(tensors.items(), version, shapes_of(self.plan), broadcast=broadcast)
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
         done.failed |= done.wait()
@@ -133,9 +134,8 @@ def check(answer: Answer, request: Request, version: int) -> None:
 
 
 def test_generate_equals_transformers_after_each_publish(served: Served):
-    ways: tuple[tuple[int, Spread], ...] = ((1, "each"), (2, "broadcast"))
-    for version, spread in ways:
-        done = served.publish(version, spread)
+    for version, broadcast in ((1, False), (2, True)):
+        done = served.publish(version, broadcast)
         assert done.seen.keys() == {served.address} and done.again == 0
         for size, begin in ((1, 0), (7, 3), (33, 0)):
             context = tuple(range(3, 3 + size))
@@ -189,13 +189,15 @@ def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: S
     noisy = {n: w + 1e-4 * torch.randn(w.shape, generator=noise) for n, w in first.items()}
     server = Unsalted(served.address, keys=served.server.keys)
 
-    async def without_reset(self: Taker, step: str, path: str, body: Any = None) -> dict[str, Any]:
+    async def without_reset(
+        self: ServerUpdate, step: str, path: str, body: Any = None
+    ) -> dict[str, Any]:
         if step == "reset":
             return {}
         path = f"{protocol.PAUSE}?mode=keep&clear_cache=false" if step == "pause" else path
         return await call(self, step, path, body)
 
-    call = Taker._call
+    call = ServerUpdate._call
     found = list[dict[str, str]]()
     for version, named, patched in (
         (11, first, call),
@@ -203,7 +205,7 @@ def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: S
         (13, noisy, call),
     ):
         weights = Weights(named.items(), version, shapes_of(served.plan))
-        with patch.object(Taker, "_call", patched):
+        with patch.object(ServerUpdate, "_call", patched):
             options = {"canary": served.canary, "pause": "abort", "timeout": 300.0}
             done = publish(served.loop, [server], weights, **options)  # type: ignore
             found.append(done.failed | done.wait())

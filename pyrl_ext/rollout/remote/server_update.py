@@ -1,40 +1,39 @@
-"""Taker: the part of one server in a publish, step by step, within its time."""
+"""The part of one server in a weight sync, step by step, within its time."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import Canary, Seen
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
-from pyrl_ext.rollout.remote.identity import Identity
-from pyrl_ext.rollout.remote.sender import Transfer, address_towards
-from pyrl_ext.rollout.remote.staged import UpdateInfo
+from pyrl_ext.rollout.remote.identity import Identity, difference
+from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
+from pyrl_ext.rollout.remote.weight_sender import Transfer, address_towards
 
-ANSWER = 2.0  # for a server to say why it left a transfer [s]
+ANSWER_TIMEOUT_S = 2.0  # for a server to name the reason why it left a transfer
 Pause = Literal["finish", "keep", "abort"]
 
 
-class Taker:
-    """One server's part in a publish.
+class ServerUpdate:
+    """One server's part in a weight sync.
 
     Args:
         version: of the weights
+        timeout: longest time of a step [s]
         failed: gets the reason of each server that fails, by address
         seconds: gets the longest time of any server, by step
 
     Attributes:
-        left: time that it may still take [s]
         fetching: the call in which the server fetches the weights
     """
 
     fetching: asyncio.Task[dict[str, Any]] | None = None
-    _counted = 0.0  # until when time is taken off
 
     def __init__(
         self,
@@ -46,29 +45,32 @@ class Taker:
     ):
         self.server = server
         self.version = version
-        self.left = timeout
+        self.timeout = timeout
         self.failed = failed
         self.seconds = seconds
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
-        known, self.server.joined = self.server.joined, False
+        address = self.server.address
+        joined = self.server.joined
+        self.server.joined = False
         self.server.failure = None  # also of one that failed earlier, and is there again
-        if known:  # it is the trainer's to pause, whoever answers there now
+        if joined:  # it is the trainer's to pause, whoever answers there now
             await asyncio.gather(self._identify(identity), self.pause(pause))
         else:
             await self._identify(identity)
             await self.pause(pause)
         if base is not None:
-            found = await self._call("start", protocol.WEIGHT_INFO, method="GET")
-            if (has := found.get("weight_version")) != str(base):
+            info = await self._call("start", protocol.WEIGHT_INFO, method="GET")
+            version = info.get("weight_version")
+            if version != str(base):
                 raise ServerFailed(
-                    f"{self.server.address}: it has weights of version {has}, expected {base}, of "
-                    "which a part is replaced; it needs all of them first"
+                    f"{address}: it has weights of version {version}, expected {base}, of which a "
+                    "part is replaced; it needs all of them first"
                 )
         await self._start()
 
-    async def again(self) -> None:
+    async def repeat(self) -> None:
         """Everything before the first byte once more, for a server that missed some."""
         del self.failed[self.server.address]
         self.fetching = None
@@ -86,16 +88,17 @@ class Taker:
         # senders look again: here a server that cannot be reached fails alone
         await asyncio.to_thread(address_towards, self.server.address)
         if identity is not None:
-            found = await self._call("identity", protocol.RPC, {"method": "identity"})
-            for each in found.get("results") or [{}]:
-                if why := identity.differs(each):
-                    raise ServerFailed(f"{self.server.address}: {why}; it may not join")
+            answer = await self._call("identity", protocol.RPC, {"method": "identity"})
+            for worker in answer.get("results") or [{}]:
+                reason = difference(identity, worker)
+                if reason:
+                    raise ServerFailed(f"{self.server.address}: {reason}; it may not join")
 
     async def pause(self, pause: Pause) -> None:
-        """With ``keep`` requests that run go on with the keys and values of the old weights."""
-        keep = str(pause != "keep").lower()
+        """With ``keep`` requests that run continue with the keys and values of the old weights."""
+        clear = str(pause != "keep").lower()
         mode = protocol.PAUSE_MODES[pause]
-        await self._call("pause", f"{protocol.PAUSE}?mode={mode}&clear_cache={keep}")
+        await self._call("pause", f"{protocol.PAUSE}?mode={mode}&clear_cache={clear}")
 
     async def complete(self, pause: Pause) -> None:
         """Everything after the last byte."""
@@ -109,21 +112,16 @@ class Taker:
 
     async def ask(self, canary: Canary) -> Seen:
         """The canary's answers; a server whose answers are wrong is taken out and paused."""
-        try:
-            return await self._seen(canary)
-        except ServerFailed as error:
-            self.server.fail(str(error))  # requests would wait there until it resumes
-            with suppress(ServerFailed):
-                await self.pause("abort")
-            raise
-
-    async def _seen(self, canary: Canary) -> Seen:
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(self.left):
+            async with asyncio.timeout(self.timeout):
                 seen = await canary.ask(self.server, self.version)
         except (ServerFailed, Refused, TimeoutError) as error:
-            raise ServerFailed(str(error) or f"{self.server.address}: no canary in time") from error
+            reason = str(error) or f"{self.server.address}: no canary in time"
+            self.server.fail(reason)  # requests would wait there until it resumes
+            with suppress(ServerFailed):
+                await self.pause("abort")
+            raise ServerFailed(reason) from error
         self._took("canary", begin)
         return seen
 
@@ -132,23 +130,16 @@ class Taker:
     ) -> dict[str, Any]:
         begin = time.monotonic()
         try:
-            return await self.server.control(path, body, max(self.left, 0.0), method)
+            return await self.server.control(path, body, self.timeout, method)
         finally:
             self._took(step, begin)
 
     def _took(self, step: str, begin: float) -> None:
-        self._spent(begin)
         self.seconds[step] = max(self.seconds.get(step, 0.0), time.monotonic() - begin)
-
-    def _spent(self, begin: float) -> None:
-        """Take the time since then off, once for calls that run side by side."""
-        now = time.monotonic()
-        self.left -= now - max(begin, self._counted)
-        self._counted = now
 
     def fetch(self, transfer: Transfer, info: UpdateInfo) -> None:
         """Ask the server to fetch the weights; it answers once it has verified everything."""
-        body = {"update_info": info.to_json()}
+        body = {"update_info": info.model_dump()}
         call = self.server.control(protocol.UPDATE, body, math.inf)  # `received` sets its time
         self.fetching = asyncio.get_running_loop().create_task(call)
 
@@ -165,37 +156,39 @@ class Taker:
             reason: why a rank could not send it its part; None: all could
         """
         address = self.server.address
-        fetching = self.fetching
-        begin = time.monotonic()
-        assert fetching is not None
-        if reason is not None:
-            why = reason if address in reason else f"{address}: it {reason}"
-            try:  # the server may say what it did not like, a moment after it left
-                await asyncio.wait_for(fetching, min(self.left, ANSWER))
-            except ServerFailed as error:
-                why = why if str(error) in why else f"{why}; {error}"
-            except TimeoutError:
-                pass
-            raise ServerFailed(why)
-        try:
-            await asyncio.wait_for(fetching, self.left)
+        assert self.fetching is not None
+        timeout = self.timeout if reason is None else min(self.timeout, ANSWER_TIMEOUT_S)
+        try:  # the server may name the cause a moment after it left
+            await asyncio.wait_for(self.fetching, timeout)
         except TimeoutError:
-            raise ServerFailed(f"{address}: no answer after the last tensor") from None
-        finally:
-            self._spent(begin)
+            if reason is None:
+                raise ServerFailed(f"{address}: no answer after the last tensor") from None
+        except ServerFailed as error:
+            if reason is None:
+                raise
+            reason = reason if str(error) in reason else f"{reason}; {error}"
+        if reason is not None:
+            raise ServerFailed(reason if address in reason else f"{address}: it {reason}")
 
 
-async def each_of(parts: Sequence[Taker], step: Any) -> list[Taker]:
-    """One step of all servers at once; those that did not fail."""
-    ends = await asyncio.gather(*map(step, parts), return_exceptions=True)
-    for part, end in zip(parts, ends, strict=True):
-        if isinstance(end, Exception):
-            address = part.server.address
-            part.failed[address] = reason_of(address, end)
-        elif isinstance(end, BaseException):
-            raise end
-    return [part for part, end in zip(parts, ends, strict=True) if end is None]
+Step = Callable[[ServerUpdate], Coroutine[Any, Any, None]]
+
+
+async def run_step(updates: Sequence[ServerUpdate], step: Step) -> list[ServerUpdate]:
+    """One step of all servers at once; returns those that did not fail."""
+    results = await asyncio.gather(*map(step, updates), return_exceptions=True)
+    succeeded: list[ServerUpdate] = []
+    for update, result in zip(updates, results, strict=True):
+        if result is None:
+            succeeded.append(update)
+        elif isinstance(result, Exception):
+            address = update.server.address
+            update.failed[address] = reason_of(address, result)
+        else:
+            raise result
+    return succeeded
 
 
 def reason_of(address: str, error: Exception) -> str:
+    """The message of a server's failure, with its address."""
     return str(error) if isinstance(error, ServerFailed) else f"{address}: {error!r}"

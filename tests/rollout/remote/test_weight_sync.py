@@ -19,16 +19,20 @@ from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import prove
-from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.client import ServerFailed
 from pyrl_ext.rollout.remote.embedded import Server as EmbeddedServer
-from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.identity import (
+    Identity,
+    difference,
+    identity_of,
+    make_identity,
+    shapes_of,
+)
 from pyrl_ext.rollout.remote.protocol import Partial, Request
-from pyrl_ext.rollout.remote.publisher import Publisher, identity_of, shapes_of
-from pyrl_ext.rollout.remote.taker import Taker
+from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
-from tests.helpers.http_engine import HttpEngine
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
 from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
@@ -191,12 +195,12 @@ def test_publish_takes_out_who_answers_the_canary_with_nonsense():
 
 def identity(**changes: Any) -> Identity:
     given = {"config": GLM, "shapes": HFEngine(GLM).shapes(), "dtype": "float32", "tokenizer": None}
-    return Identity.of(**(given | changes))
+    return make_identity(**(given | changes))
 
 
 def of_other(**changes: Any) -> Kind:
     """A server that says so of itself."""
-    return lambda engine, most: EmbeddedServer(engine, most, identity(**changes).to_json())
+    return lambda engine, most: EmbeddedServer(engine, most, identity(**changes))
 
 
 def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
@@ -224,12 +228,12 @@ def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
         assert done.seen.keys() == {good.address}
         assert all(six.engine(number).version is None for number in range(1, 6))
         assert not any(map(six.paused, range(1, 6)))  # they may be other trainers'
-        six.clients[0].server.identity = identity(**tokenizer | wrong["model"]).to_json()
+        six.clients[0].server.identity = identity(**tokenizer | wrong["model"])
         done = six.publish(SECOND, 2, [good], identity=identity(**tokenizer))  # another came there
         assert "its model is" in done.failed[good.address] and six.engine(0).version == 1
         same_notes = {**GLM, "transformers_version": "5", "use_cache": False}
         assert identity(config=same_notes) == identity()
-        assert identity().differs(identity(**tokenizer).to_json()) is None  # it has none itself
+        assert difference(identity(), identity(**tokenizer)) is None  # it has none itself
 
 
 def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
@@ -251,36 +255,19 @@ def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
         assert digests(both.engine(1)) == digests(both.engine(0)) and not both.paused(1)
 
 
-def test_Taker_takes_time_off_once_for_calls_side_by_side():
-    async def ask(engine: HttpEngine) -> Taker:
-        part = Taker(Server(engine.address), 1, 0.5, {}, {})
-        slow = (part._call("slow", "/slow") for _ in range(2))
-        assert all(
-            isinstance(end, ServerFailed)
-            for end in await asyncio.gather(*slow, return_exceptions=True)
-        )
-        await part.server.close()
-        return part
-
-    with HttpEngine() as engine:
-        part = asyncio.run(ask(engine))
-    longest = part.seconds["slow"]
-    assert longest <= 0.5 - part.left < 1.5 * longest
-
-
-@pytest.mark.parametrize(("spread", "again"), [("relay", {1}), ("broadcast", {2, 3})])
-def test_publish_sends_every_byte_once(spread: str, again: set[int]):
-    """Servers pass them on, or all get them at once. One that fails among them costs only itself:
-    those that miss them are sent the weights a second time."""
+def test_publish_by_broadcast_sends_every_byte_once():
+    """A server that fails among others costs only itself: those that miss them are sent the weights
+    a second time."""
     with bench(EmbeddedServer, EmbeddedServer, EmbeddedServer) as three:
-        done = three.publish(FIRST, 1, spread=spread)
+        done = three.publish(FIRST, 1, broadcast=True)
         size = sum(w.nbytes for w in FIRST.values())
         assert done.failed == {} and done.again == 0 and size < done.bytes < 1.2 * size
         expected = digests(three.engine(0))
         assert digests(three.engine(1)) == digests(three.engine(2)) == expected
         three.clients[1].server.staged.wanted.pop("lm_head.weight")
-        done, (first, bad, last) = three.publish(SECOND, 2, spread=spread), three.servers
-        assert done.failed.keys() == {bad.address} and done.again in again
+        done = three.publish(SECOND, 2, broadcast=True)
+        first, bad, last = three.servers
+        assert done.failed.keys() == {bad.address} and done.again in {2, 3}
         assert "'lm_head.weight', expected a tensor" in done.failed[bad.address]
         assert done.seen.keys() == {first.address, last.address}
         assert digests(three.engine(0)) == digests(three.engine(2)) != expected
@@ -361,7 +348,7 @@ def test_Publisher_leaves_no_cache_of_a_trainer_before_it():
     request = replace(REQUEST, salt="3")
     with ExitStack() as stack:
         client = stack.enter_context(running(engine, 500))
-        client.server.identity = identity_of(plan).to_json()
+        client.server.identity = identity_of(plan)
         trainer = Trainer(stack, [client.url])
         (server,) = trainer.servers
         for _ in range(2):

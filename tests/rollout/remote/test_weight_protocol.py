@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.parallel.buckets import buckets_of
-from pyrl_ext.rollout.remote import wire
+from pyrl_ext.rollout.remote import weight_protocol as protocol
+from pyrl_ext.rollout.remote.weight_protocol import TransferError
 
 TENSORS: dict[str, Tensor] = {
     "a": torch.arange(12.0).view(3, 4),
@@ -33,11 +34,11 @@ def frames(tensors: dict[str, Tensor] = TENSORS, version: int = 3) -> list[bytes
     number = 0
     allocate: Callable[[int], Tensor] = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
     for bucket, buffer in buckets_of(tensors.items(), 60, allocate):
-        head = wire.bucket_frame(number, bucket, buffer)
+        head = protocol.bucket_frame(number, version, bucket, buffer)
         found.append(head + buffer[: bucket.bytes].numpy().tobytes())
         number += 1
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return [*found, wire.end_frame(number, version, shapes)]
+    return [*found, protocol.end_frame(number, version, shapes)]
 
 
 class Stream:
@@ -49,13 +50,13 @@ class Stream:
 
     def read(self, view: memoryview) -> None:
         part = self.data[self.place : self.place + len(view)]
-        wire.need(len(part) == len(view), "an end", "bytes")
+        protocol.require(len(part) == len(view), "an end", "bytes")
         view[:] = part
         self.place += len(part)
 
 
 def receive(data: bytes, version: int = 3) -> dict[str, Tensor]:
-    incoming = wire.Incoming(WANTED, version)
+    incoming = protocol.IncomingTensors(WANTED, version)
     incoming.take(read := Stream(data).read, read, [].append)
     return incoming.complete()
 
@@ -70,10 +71,10 @@ def test_receive_returns_what_was_sent():
 whole = b"".join(frames())
 
 
-def test_Incoming_takes_each_tensor_from_one_sender_alone():
-    incoming = wire.Incoming(WANTED, 3)
+def test_IncomingTensors_takes_each_tensor_from_one_sender_alone():
+    incoming = protocol.IncomingTensors(WANTED, 3)
     incoming.take(read := Stream(whole).read, read, [].append)
-    with pytest.raises(wire.WireError, match="a twice, expected each tensor once"):
+    with pytest.raises(TransferError, match="a twice, expected each tensor once"):
         incoming.take(read := Stream(whole).read, read, [].append)
 
 
@@ -104,16 +105,15 @@ def described(draw: st.DrawFn) -> bytes:
     """A frame that describes anything, with the bytes of a tensor."""
     tensor = st.tuples(
         st.sampled_from([*WANTED, "z"]) | NUMBERS,
-        st.sampled_from([*wire.DTYPES, "int8"]) | NUMBERS,
+        st.sampled_from([*protocol.DTYPES, "int8"]) | NUMBERS,
         st.sampled_from([list(shape) for shape in WANTED.values()]) | ANYTHING,
     ).map(list)
     fields = {"number": draw(st.just(0) | NUMBERS), "tensors": draw(st.lists(tensor) | ANYTHING)}
-    fields["digest"] = draw(ANYTHING)
+    fields |= {"digest": draw(ANYTHING), "version": draw(st.just(3) | NUMBERS)}
     text = json.dumps(draw(st.just(fields) | ANYTHING)).encode()
     sizes = st.sampled_from([len(text), 0, 2**32 - 1])
     payload = draw(st.sampled_from([0, 64, 2**63]))
-    kind = draw(st.sampled_from([b"B", b"E", b"X"]))
-    return wire.HEAD.pack(kind, draw(sizes), payload) + text + bytes(200)
+    return protocol.HEAD.pack(draw(sizes), payload) + text + bytes(200)
 
 
 class Allocations:
@@ -128,19 +128,19 @@ class Allocations:
             self.total += found.nbytes
             return found
 
-        patch.setattr(wire.torch, "empty", counted)
+        patch.setattr(protocol.torch, "empty", counted)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=damaged() | described() | st.binary(max_size=200))
 def test_receive_takes_all_or_nothing_of_any_bytes(data: bytes):
-    """It raises nothing but WireError, allocates no more than the tensors have, and takes no tensor
-    that differs from those that were sent."""
+    """It raises nothing but TransferError, allocates no more than the tensors have, and takes no
+    tensor that differs from those that were sent."""
     with pytest.MonkeyPatch.context() as patch:
         asked = Allocations(patch)
         try:
             found = receive(data)
-        except wire.WireError:
+        except TransferError:
             found = None
         assert asked.total <= BOUND
     if found is not None:
@@ -150,10 +150,10 @@ def test_receive_takes_all_or_nothing_of_any_bytes(data: bytes):
 
 def test_receive_bounds_what_it_reads_before_it_reads_it():
     for head in (
-        wire.HEAD.pack(b"B", wire.MAX_DESCRIPTION + 1, 0),
-        struct.pack("<cxxxIQ", b"E", 2, 9),
+        protocol.HEAD.pack(protocol.MAX_DESCRIPTION + 1, 0),
+        struct.pack("<IQ", 2, 9),
     ):
-        with pytest.raises(wire.WireError, match="expected"):
+        with pytest.raises(TransferError, match="expected"):
             receive(head + b"{}" + bytes(64))
 
 
@@ -166,29 +166,34 @@ def test_receive_bounds_what_it_reads_before_it_reads_it():
             "'more', expected a tensor that the engine holds",
         ),
         (lambda t: t.update(a=torch.zeros(4, 3)), r"a of shape \[4, 3\], expected \[3, 4\]"),
-        (lambda t: t.update(b=torch.zeros(5, dtype=torch.int32)), "dtype int32"),
+        (
+            lambda t: t.update(b=torch.zeros(5, dtype=torch.int32)),
+            "tensors.0.1 is 'int32', expected 'float32'",
+        ),
     ],
 )
 def test_receive_names_what_differs(change: Callable[[dict[str, Tensor]], object], says: str):
     tensors = dict(TENSORS)
     change(tensors)
-    with pytest.raises(wire.WireError, match=says):
+    with pytest.raises(TransferError, match=says):
         receive(b"".join(frames(tensors)))
 
 
 def test_receive_refuses_another_version_and_a_changed_byte():
-    with pytest.raises(wire.WireError, match="version 3, expected 4"):
+    with pytest.raises(TransferError, match="version 3, expected 4"):
         receive(whole, version=4)
     place = whole.index(TENSORS["a"].numpy().tobytes()) + 5
-    with pytest.raises(wire.WireError, match="the 1 tensors from a to a with another digest"):
+    with pytest.raises(TransferError, match="the 1 tensors from a to a with another digest"):
         receive(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     pair = {"a": torch.zeros(2), "b": torch.ones(2)}
     names = {b'["a"': b'["?"', b'["b"': b'["a"', b'["?"': b'["b"'}
     data = b"".join(frames(pair))
     for name, other in names.items():  # the bytes stay, and who has which is exchanged
         data = data.replace(name, other)
-    with pytest.raises(wire.WireError, match="the 1 tensors from b to b with another digest"):
-        wire.Incoming(dict.fromkeys(pair, (2,)), 3).take(read := Stream(data).read, read, [].append)
+    with pytest.raises(TransferError, match="the 1 tensors from b to b with another digest"):
+        protocol.IncomingTensors(dict.fromkeys(pair, (2,)), 3).take(
+            read := Stream(data).read, read, [].append
+        )
     first, second, *rest = frames()
-    with pytest.raises(wire.WireError, match="frame 1, expected 0"):
+    with pytest.raises(TransferError, match="frame 1, expected 0"):
         receive(b"".join([second, first, *rest]))

@@ -1,0 +1,289 @@
+"""Messages and frames by which named tensors cross a network from the trainer to remote engines.
+
+An engine connects to each sender (a rank of the trainer) and sends a key that it got over HTTP.
+Then frames come: buckets of tensors, and an end. A frame is a head of fixed size, a description in
+JSON, and the bytes of its tensors, which come over the same connection or by a broadcast. Nothing
+is pickled. The engine compares a description with the tensors that it holds before it allocates
+memory, so a sender cannot make it allocate more than those take in float32. Bytes are neither
+encrypted nor signed: the digest of each bucket and its description finds faults, not forgery, so
+the network has to be private.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from pyrl_ext.ops.digest import digest
+from pyrl_ext.parallel.buckets import Bucket
+
+MAGIC = b"pyrl weights 5\r\n"
+KEY_BYTES = 32
+HELLO = struct.Struct(f"<{len(MAGIC)}sI{KEY_BYTES}s")  # magic, number of the engine, key
+HEAD = struct.Struct("<IQ")  # size of the description, size of the tensors [bytes]
+CHUNK = 4 << 20  # bytes after which the position in a bucket is noted
+CONNECT_TIMEOUT_S = 10.0  # for a connection and its first bytes
+MAX_DESCRIPTION = 1 << 24  # [bytes]
+MAX_SENDERS = 1024
+MAX_MEMBERS = 1024  # of a broadcast's group
+DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+Size = Sequence[int]
+Port = Annotated[int, Field(gt=0, lt=2**16)]
+Seconds = Annotated[float, Field(gt=0, lt=2**31)]
+# Fills the memory with the bytes that come next; raises TransferError if they do not come.
+Read = Callable[[memoryview], None]
+
+
+class TransferError(RuntimeError):
+    """A transfer of weights that failed; nothing that came of it is used."""
+
+
+def require(ok: bool, fault: str, rule: str) -> None:
+    """Raises TransferError unless ``ok``."""
+    if not ok:
+        raise TransferError(f"weights: {fault}, expected {rule}; what came of them is dropped")
+
+
+class Message(BaseModel):
+    """A message with exactly its fields, each of its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """The message in a JSON text. Raises: TransferError naming the first wrong field."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            name = ".".join(map(str, (cls.__name__, *wrong["loc"])))
+            rule = wrong["msg"].removeprefix("Input should be ")
+            require(False, f"{name} is {str(wrong['input'])[:200]!r}", rule)
+            raise
+
+
+class SenderAddress(Message):
+    """The place where one rank of the trainer waits for an engine.
+
+    Args:
+        rank: of the trainer
+        host, port: where it waits
+        key: that only this rank and this engine know, in hexadecimal digits
+    """
+
+    rank: int
+    host: str
+    port: Port
+    key: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+
+
+class BroadcastRoute(Message):
+    """The process group through which the bytes of the only sender come.
+
+    Args:
+        host, port: of the group's store
+        prefix: of the group's names in the store, which others do not know
+        backend: of the group
+        rank, size: of this member in the group, and of the group; rank 0 sends
+        silence: longest time without a byte of the group [seconds]
+    """
+
+    host: Annotated[str, Field(min_length=1)]
+    port: Port
+    prefix: str
+    backend: Literal["gloo", "nccl"]
+    rank: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+    size: Annotated[int, Field(ge=2, le=MAX_MEMBERS)]
+    silence: Seconds
+
+
+class UpdateInfo(Message):
+    """The update info that an engine gets over HTTP: the sources of its weights, and their version.
+
+    Args:
+        senders: ranks that send a part of the weights
+        engine: number of this engine at the senders
+        version: of the weights
+        silence: longest time without a byte of a sender [seconds]
+        only: names of the tensors that come, the others stay; None: all
+        broadcast: the way of the bytes of tensors; None: over the connection to each sender
+    """
+
+    senders: Annotated[list[SenderAddress], Field(min_length=1, max_length=MAX_SENDERS)]
+    engine: Annotated[int, Field(ge=0, lt=2**32)]
+    version: int
+    silence: Seconds
+    only: list[str] | None = None
+    broadcast: BroadcastRoute | None = None
+
+
+class TensorDescription(NamedTuple):
+    """One tensor of a bucket."""
+
+    name: Annotated[str, Field(max_length=512)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: list[int]
+
+
+class Description(Message):
+    """The description of a bucket, or, without tensors, of a sender's end.
+
+    Args:
+        number: of the frame, from 0 on
+        version: of the weights
+        tensors: in the order of their bytes
+        digest: see `bucket_digest`; at the end the `names_digest` of all tensors of this sender
+    """
+
+    number: int
+    version: int
+    tensors: list[TensorDescription]
+    digest: str
+
+
+def bucket_digest(tensors: Sequence[TensorDescription], buffer: Tensor) -> str:
+    """SHA-256 of a bucket's descriptions and of the digest of all its bytes. Syncs: once."""
+    return hashlib.sha256(json.dumps([tensors, digest(buffer)]).encode()).hexdigest()
+
+
+def names_digest(shapes: Mapping[str, Size]) -> str:
+    """SHA-256 of names and shapes, whatever their order."""
+    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+# sending -----------------------------------------------------------------------------------------
+
+
+def engine_of(greeting: bytes, keys: Sequence[str]) -> int | None:
+    """Number of the engine that sent this greeting; None: its key is not the engine's.
+
+    Args:
+        keys: of the engines, by number
+    """
+    magic, engine, key = HELLO.unpack(greeting)
+    if magic != MAGIC or engine >= len(keys):
+        return None
+    expected: str = keys[int(engine)]
+    return engine if hmac.compare_digest(key, bytes.fromhex(expected)) else None
+
+
+def bucket_frame(number: int, version: int, bucket: Bucket, buffer: Tensor) -> bytes:
+    """The head and the description of a bucket, before its ``bucket.bytes`` bytes.
+
+    Syncs: once, for the digest.
+    """
+    tensors: list[TensorDescription] = []
+    for slot in bucket.slots:
+        dtype: Any = str(slot.dtype)[6:]
+        tensors.append(TensorDescription(slot.name, dtype, list(slot.shape)))
+    return _frame(number, version, tensors, bucket_digest(tensors, buffer[: bucket.bytes]), bucket)
+
+
+def end_frame(number: int, version: int, shapes: Mapping[str, Size]) -> bytes:
+    """The frame after a sender's last bucket."""
+    return _frame(number, version, [], names_digest(shapes), Bucket((), 0))
+
+
+def _frame(
+    number: int, version: int, tensors: list[TensorDescription], known: str, bucket: Bucket
+) -> bytes:
+    # not checked: the engine names a tensor that it does not take
+    description = Description.model_construct(
+        number=number, version=version, tensors=tensors, digest=known
+    )
+    text = description.model_dump_json(warnings=False).encode()
+    assert len(text) <= MAX_DESCRIPTION, f"a bucket whose names take {len(text)} bytes"
+    return HEAD.pack(len(text), bucket.bytes) + text
+
+
+# receiving ---------------------------------------------------------------------------------------
+
+
+class IncomingTensors:
+    """The tensors of one transfer, from any number of senders at once, each verified.
+
+    Args:
+        wanted: name -> shape of the tensors that have to come, each exactly once
+        version: of them
+    """
+
+    def __init__(self, wanted: Mapping[str, Size], version: int):
+        self.wanted = wanted
+        self.version = version
+        self._claimed = dict[str, object]()
+        self._received = dict[str, Tensor]()
+
+    def take(self, read: Read, payload: Read, note: Callable[[str], object]) -> None:
+        """All frames of one sender; each sender's in a thread.
+
+        Args:
+            read: gives the bytes of the frames
+            payload: gives the bytes of their tensors
+            note: called with the name of each tensor before its bytes are read
+
+        Raises: TransferError naming what is wrong; what ``read`` does.
+        """
+        tensors = dict[str, Tensor]()
+        count = 0
+        while True:
+            size, payload_size = HEAD.unpack(_bytes(read, HEAD.size))
+            rule = f"at most {MAX_DESCRIPTION}"
+            require(size <= MAX_DESCRIPTION, f"a description of {size} bytes", rule)
+            frame = Description.parse(_bytes(read, size))
+            require(frame.number == count, f"frame {frame.number}", f"{count}")
+            require(frame.version == self.version, f"version {frame.version}", f"{self.version}")
+            if not frame.tensors:
+                shapes = {name: self.wanted[name] for name in tensors}
+                good = payload_size == 0 and frame.digest == names_digest(shapes)
+                require(good, f"an end after {len(tensors)} tensors", "all that the sender names")
+                self._received |= tensors
+                return
+            tensors |= self._bucket(payload, note, frame, payload_size)
+            count += 1
+
+    def complete(self) -> dict[str, Tensor]:
+        """All tensors, in the order of ``wanted``. Raises: TransferError if one is missing."""
+        missing = [name for name in self.wanted if name not in self._received]
+        require(not missing, f"{len(missing)} tensors missing, {missing[:4]}", "all that it holds")
+        return {name: self._received[name] for name in self.wanted}
+
+    def _bucket(
+        self, read: Read, note: Callable[[str], object], frame: Description, size: int
+    ) -> dict[str, Tensor]:
+        tensors = frame.tensors
+        for name, _, shape in tensors:
+            self._claim(name, shape)
+        bucket = Bucket.of((name, DTYPES[dtype], shape) for name, dtype, shape in tensors)
+        require(size == bucket.bytes, f"{size} bytes of tensors", f"{bucket.bytes}")
+        buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
+        for start in range(0, bucket.bytes, CHUNK):
+            note(bucket.name_at(start))
+            read(memoryview(buffer[start : start + CHUNK].numpy()))
+        names = f"the {len(tensors)} tensors from {tensors[0].name} to {tensors[-1].name}"
+        good = frame.digest == bucket_digest(tensors, buffer)
+        require(good, f"{names} with another digest", "the one with which they left the trainer")
+        return {slot.name: slot.view(buffer) for slot in bucket.slots}
+
+    def _claim(self, name: str, shape: list[int]) -> None:
+        require(name in self.wanted, f"{name!r}", "a tensor that the engine holds")
+        claim = object()  # one step, also while other senders claim: the first has the name
+        first = self._claimed.setdefault(name, claim) is claim
+        require(first, f"{name} twice", "each tensor once")
+        expected = list(self.wanted[name])
+        require(shape == expected, f"{name} of shape {str(shape)[:200]}", f"{expected}")
+
+
+def _bytes(read: Read, size: int) -> bytes:
+    data = bytearray(size)
+    read(memoryview(data))
+    return bytes(data)

@@ -1,0 +1,180 @@
+"""The engine's end of a weight sync: receive all tensors, verify them, then load them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic_core import to_json
+from torch import Tensor
+
+from pyrl_ext.rollout.remote.broadcast import Broadcast, gone
+from pyrl_ext.rollout.remote.weight_protocol import (
+    CONNECT_TIMEOUT_S,
+    HELLO,
+    MAGIC,
+    IncomingTensors,
+    SenderAddress,
+    TransferError,
+    UpdateInfo,
+    require,
+)
+
+# a trainer's host that is lost: asked after [s], every [s], number of times
+KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
+
+
+class StagedUpdate:
+    """The weights of one weight sync, received while the engine keeps the old ones.
+
+    The order is `start`, `update`, `finish`; `start` and `drop` may come at any time, and drop
+    what came. Whatever fails, the engine's weights are not touched.
+
+    Args:
+        wanted: name -> shape of every tensor that the engine holds
+        device: of the engine; tensors come into host memory
+    """
+
+    def __init__(self, wanted: Mapping[str, Sequence[int]], device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
+        self._started = False
+        self._received: tuple[UpdateInfo, dict[str, Tensor]] | None = None
+
+    def start(self) -> None:
+        """A weight sync begins; what an earlier one left is dropped."""
+        self.drop()
+        self._started = True
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self._started = False
+        self._received = None
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Receive and verify all tensors.
+
+        Args:
+            fields: of the `UpdateInfo`
+
+        Raises: TransferError; the update has to be started again.
+        Communicates: every byte, once, from the trainer's ranks.
+        """
+        started = self._started
+        self.drop()
+        require(started, "an update that was not started", "/start_weight_update first")
+        info = UpdateInfo.parse(to_json(fields))
+        self._received = info, _receive(info, self._expected(info.only), self.device)
+
+    def finish(self, version: int | None = None) -> tuple[UpdateInfo, dict[str, Tensor]]:
+        """The update info, and name -> tensor for the engine to load; both are dropped here.
+
+        Args:
+            version: that the trainer asks to finish; None: it names none
+        """
+        received = self._received
+        self.drop()
+        require(received is not None, "a finish without weights", "an update that succeeded")
+        assert received is not None
+        came = received[0].version
+        require(version in (None, came), f"a finish of version {version}", f"{came}, which came")
+        return received
+
+    def _expected(self, only: Collection[str] | None) -> dict[str, tuple[int, ...]]:
+        if only is None:
+            return self.wanted
+        unknown = [name for name in only if name not in self.wanted]
+        require(not unknown, f"{unknown[:4]}", "names of tensors that the engine holds")
+        return {name: self.wanted[name] for name in only}
+
+
+def _receive(
+    info: UpdateInfo, wanted: Mapping[str, Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
+    """All tensors of a transfer, verified, from all its senders at once.
+
+    Raises: TransferError naming the sender, also when it cannot be reached, or stops.
+    """
+    incoming = IncomingTensors(wanted, info.version)
+    failed = list[TransferError]()
+    connections = list[socket.socket]()
+
+    def take(sender: SenderAddress) -> None:
+        names = ["the first tensor"]
+        try:
+            with _connected(sender) as connection:
+                connections.append(connection)
+                require(not failed, "another sender that failed", "all of them")
+                _take(connection, sender, info, incoming, device, names)
+        except (OSError, TransferError) as error:
+            place = f"rank {sender.rank} of the trainer at {sender.host}:{sender.port}"
+            failed.append(TransferError(f"{_reason(error, info)}; from {place}, at {names[-1]}"))
+            for connection in connections:  # the first is the cause: the others end by it
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    with ThreadPoolExecutor(len(info.senders)) as pool:
+        list(pool.map(take, info.senders))
+    if failed:
+        raise failed[0]
+    return incoming.complete()
+
+
+def _take(
+    connection: socket.socket,
+    sender: SenderAddress,
+    info: UpdateInfo,
+    incoming: IncomingTensors,
+    device: torch.device,
+    names: list[str],
+) -> None:
+    """The tensors of one sender; ``names`` gets the name of each before its bytes."""
+    connection.sendall(HELLO.pack(MAGIC, info.engine, bytes.fromhex(sender.key)))
+    connection.settimeout(info.silence)
+    read = partial(_read, connection)
+    with ExitStack() as stack:
+        member: Broadcast | None = None
+        if info.broadcast is not None:
+
+            def lost() -> str | None:
+                return "the sender left" if gone(connection) else None
+
+            member = stack.enter_context(closing(Broadcast(info.broadcast, device, lost)))
+            member.join()
+        incoming.take(read, read if member is None else member.transfer, names.append)
+        if member is not None:
+            member.leave()
+
+
+def _connected(sender: SenderAddress) -> socket.socket:
+    """A connection to a sender. If the sender's host is lost, it ends after a minute: the next
+    trainer waits for that."""
+    place = sender.host, sender.port
+    connection = socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def _read(connection: socket.socket, view: memoryview) -> None:
+    """Fills the memory; each part has to come within the connection's timeout."""
+    count = 0
+    while count < len(view):
+        size = connection.recv_into(view[count:])
+        require(size > 0, f"an end after {count} of {len(view)} bytes", "all of them")
+        count += size
+
+
+def _reason(error: Exception, info: UpdateInfo) -> str:
+    if isinstance(error, TransferError):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"weights: a sender that sent nothing for {info.silence:g} s, expected more bytes"
+    return f"weights: a sender that is gone ({error}), expected all bytes"
