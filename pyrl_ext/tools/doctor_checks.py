@@ -159,12 +159,12 @@ def checkpoint_bytes(plan: Plan) -> int:
 def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
     """Keys of remote engines and of Weights & Biases."""
     if plan.addresses and "error" not in facts["torch"]:
-        from pyrl_ext.rollout.remote.guard import Keys  # imports torch
+        from pyrl_ext.rollout.remote.auth import server_keys  # imports torch
 
         problem = None
         try:
             for address in plan.addresses:
-                Keys.of(plan.rollout.keys, urlsplit(address).hostname or "")
+                server_keys(plan.rollout.keys, urlsplit(address).hostname or "")
         except ValueError as error:
             problem = str(error)
         yield Check("rollout.keys", f"{plan.rollout.keys or 'none'}", problem)

@@ -6,7 +6,7 @@ import http.client
 import json
 from pathlib import Path
 
-from pyrl_ext.rollout.remote.guard import TABLE
+from pyrl_ext.rollout.remote.auth import TABLE
 
 SECRETS = {"generate": "g" * 32, "control": "c" * 32}
 CALLERS = {"nobody": "", "stranger": "x" * 32, **SECRETS}
@@ -46,6 +46,9 @@ ODD = (
     "/version",
     "/reset_mm_cache",
     "/inference/v1/abort_requests",
+    "/abort_requests",
+    "/init_weight_transfer_engine",
+    "/weight_checker",
     "/scale_elastic_ep",
     "/start_profile",
 )
@@ -73,9 +76,7 @@ def raw_call(host: str, port: int, path: str, key: str) -> int:
     if key:
         headers["Authorization"] = f"Bearer {key}"
     method = TABLE[path][0] if path in TABLE else "POST"
-    body = (
-        None if method == "GET" else json.dumps({"method": "weight_digests", "action": "checksum"})
-    )
+    body = None if method == "GET" else json.dumps({"method": "weight_digests"})
     connection.request(method, path, body=body, headers=headers)
     status = connection.getresponse().status
     connection.close()

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.remote.client import Keys, Server
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.identity import shapes_of
 from pyrl_ext.rollout.remote.weight_sync import Weights, publish
 from tests.helpers.tiny import tiny_plan

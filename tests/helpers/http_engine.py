@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from pyrl_ext.rollout.remote.client import Keys
+from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request
 
 LAYERS = 4
@@ -56,7 +56,6 @@ class HttpEngine:
         hangs_after: no token comes after so many of a response; None: it does not hang
         busy: it counts tokens of others while it hangs
         dies: the connections break after so many further tokens, and the server ends
-        drop_next: the next request's connection is closed without an answer
         status: of all answers to requests, with an error; None: 200
         twist: changes the messages of an answer; bytes are sent as they are, None: no [DONE]
         asked: requests, in the order in which they came, unless it forgets them
@@ -70,7 +69,7 @@ class HttpEngine:
         self.keys = keys or Keys()
         self.stops: int | None = None
         self.hangs_after: int | None = None
-        self.busy = self.drop_next = self.forgets = False
+        self.busy = self.forgets = False
         self.running = self.most_running = 0
         self.status: int | None = None
         self.dies: int | None = None
@@ -172,12 +171,7 @@ class HttpEngine:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if not self._knows(http, self.keys.generate):
             return web.json_response({"error": "Unauthorized"}, status=401)
-        asked = Request.from_json(await http.json())
-        if self.drop_next:
-            self.drop_next = False
-            assert http.transport is not None
-            http.transport.abort()
-            await asyncio.sleep(10)
+        asked = Request.from_json(await http.read())
         if self.status is not None:
             return web.json_response({"error": "because"}, status=self.status)
         if not self.forgets:
@@ -242,7 +236,7 @@ class HttpEngine:
         whole = self._answer(asked, tokens, spans, finish)
         sent = len(tokens) - first
         begin = sent if finish == "abort" else sent - 1
-        waiting.append(whole.message(begin) | {"usage": whole.usage()})
+        waiting.append(whole.message(begin))
         return waiting if self.twist is None else self.twist(asked, waiting)
 
     def _answer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,9 +12,11 @@ import aiohttp
 from aiohttp import web
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.embedded import Server
-from pyrl_ext.rollout.remote.guard import Keys
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.embedded import EmbeddedServer
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, Request
+
+NO_KEYS = Keys()
 
 
 class Gate:
@@ -50,25 +51,19 @@ class Gate:
 class Client:
     """Calls of one server."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, server: Server):
+    def __init__(self, http: aiohttp.ClientSession, url: str, server: EmbeddedServer):
         self.http = http
         self.url = url
         self.server = server
 
     async def generate(self, request: Request) -> Answer:
         async with self.http.post(self.url + GENERATE, json=request.to_json()) as reply:
-            if request.stream and reply.status == 200:
-                return (await self.parts(reply, request)).answer()
-            body = await reply.json(content_type=None)
-            assert reply.status == 200, (reply.status, body)
-            return Answer.from_json(body, request)
-
-    async def parts(self, reply: aiohttp.ClientResponse, request: Request) -> Partial:
-        part = Partial(request)
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                part.add(json.loads(line[6:]))
-        return part
+            assert reply.status == 200, (reply.status, await reply.text())
+            part = Partial(request)
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    part.add(line[6:])
+            return part.answer()
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         async with self.http.post(self.url + path, json=body or {}) as reply:
@@ -88,8 +83,8 @@ class Client:
 async def served(
     engine: HFEngine,
     max_tokens: int = 100,
-    keys: Keys | None = None,
-    kind: Callable[[HFEngine, int], Server] = Server,
+    keys: Keys = NO_KEYS,
+    kind: Callable[[HFEngine, int], EmbeddedServer] = EmbeddedServer,
 ) -> AsyncIterator[Client]:
     """The engine behind HTTP, on a port that the kernel chooses."""
     server = kind(engine, max_tokens)
@@ -107,7 +102,9 @@ async def served(
 
 @contextmanager
 def running(
-    engine: HFEngine, max_tokens: int = 100, kind: Callable[[HFEngine, int], Server] = Server
+    engine: HFEngine,
+    max_tokens: int = 100,
+    kind: Callable[[HFEngine, int], EmbeddedServer] = EmbeddedServer,
 ) -> Iterator[Client]:
     """`served`, with its loop in another thread, for tests that are not asynchronous."""
     loop = asyncio.new_event_loop()

@@ -117,7 +117,7 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     words = shlex.split(str(command))
     assert words[0] == "env" and f"PYRL_SERVER_KEYS={tmp_path}" in words
     given = dict(zip(command.arguments, command.arguments[1:]))
-    assert given["--middleware"] == "pyrl_ext.rollout.remote.guard.Guard"
+    assert given["--middleware"] == "pyrl_ext.rollout.remote.auth.Auth"
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")
     assert int(given["--max-model-len"]) > 256  # a canary of two blocks
     for asked, expected in (("rollout.max_num_seqs=null", 1024), ("rollout.max_num_seqs=7", 7)):

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.remote.client import Keys, Server
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.engine import ServersEngine
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.weight_sync import Publisher
@@ -33,7 +34,7 @@ def build_servers_engine(
     silence = rollout.request_timeout
     folder = plan.tokenizer_path if rollout.stop else None
     return ServersEngine(
-        [Server(address, keys, silence, model.row_bytes) for address in plan.addresses],
+        [Server(address, keys, silence) for address in plan.addresses],
         model,
         Publisher(plan, device),
         max_num_seqs=plan.max_num_seqs,

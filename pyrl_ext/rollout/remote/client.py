@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
 from pyrl_ext.rollout.remote import protocol
-from pyrl_ext.rollout.remote.guard import read_key
-from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 
-KEEP = 2.0  # a connection without a request is closed then; servers close theirs after 5 [s]
 BUSY = 10  # request_timeout is so much longer for a server that generates for other requests
-TOKEN_BYTES = 1024  # most of a token in an answer, and of a pair in its top log-probs
 SHOWN = 300  # characters of a server's text in a message
 GONE = (aiohttp.ClientError, OSError)  # of a connection, or what is no HTTP
 WRONG = (400, 413, 422)  # the request itself is wrong: no server takes it
-# where one fails another may come at once: vLLM's server ends the connection of a call that failed,
-# without saying so
-MAY_FAIL = (protocol.START, protocol.UPDATE, protocol.FINISH)
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 
 
@@ -44,32 +37,9 @@ class Refused(RuntimeError):
     """A request that no server would take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Secrets that servers ask for.
-
-    Args:
-        generate: for requests
-        control: for everything else
-    """
-
-    generate: str | None = None
-    control: str | None = None
-
-    @classmethod
-    def read(cls, folder: str | Path | None) -> Self:
-        """The files generate and control of ``folder``; None: servers ask for none.
-
-        Raises: ValueError for a key that is missing or short.
-        """
-        if folder is None:
-            return cls()
-        return cls(read_key(folder, "generate"), read_key(folder, "control"))
-
-
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A request on its way: its task, when it last got a token, and what came of it."""
+    """A running request: its task, the time of its last token, and its tokens."""
 
     task: asyncio.Task[Any] | None
     heard: float
@@ -85,7 +55,6 @@ class Server:
         keys: that it asks for
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
-        row_bytes: most bytes of a token's routes in an answer
 
     Attributes:
         failure: why the server is not used; None: it is
@@ -96,18 +65,12 @@ class Server:
     address: str
     keys: Keys = field(default_factory=Keys)
     silence: float = 120.0
-    row_bytes: int = 0
     failure: ServerFailed | None = None
     joined: bool = False
     paused: bool = False
-    _flights: dict[_Flight, None] = field(default_factory=dict[_Flight, None], repr=False)
+    _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
     _watch: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @property
-    def alive(self) -> bool:
-        """True if the server is used."""
-        return self.failure is None
 
     @property
     def reason(self) -> str | None:
@@ -131,10 +94,10 @@ class Server:
         if self._session is not None:
             await self._session.close()
 
-    async def healthy(self, within: float = 5.0) -> bool:
+    async def healthy(self) -> bool:
         """True if it answers on /health."""
         try:
-            await self._get(protocol.HEALTH, within)
+            await self._fetch("GET", protocol.HEALTH, None, 5.0)
         except ServerFailed:
             return False
         return True
@@ -150,127 +113,99 @@ class Server:
 
         Raises: ServerFailed for an error, an answer that says no, or none in time.
         """
-        where = f"{self.address}{path}"
+        text = await self._fetch(method, path, body, timeout)
         try:
-            async with asyncio.timeout(timeout), self._call(method, path, body) as reply:
-                text = await _text(reply, protocol.MAX_BODY)
-                if reply.status != 200:
-                    shown = text.decode(errors="replace")[:SHOWN]
-                    raise ServerFailed(f"{where}: {reply.status} {shown}")
-        except TimeoutError:
-            raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
-        except GONE as error:
-            raise ServerFailed(f"{where}: {error!r}, expected 200") from error
-        try:
-            found = json.loads(text) if text.strip() else {}
+            answer = json.loads(text) if text.strip() else {}
         except (ValueError, RecursionError):
-            raise ServerFailed(f"{where}: {text[:SHOWN]!r}, expected JSON") from None
-        found = found if isinstance(found, dict) else {"value": found}
-        if found.get("error") is not None or found.get("success") is False:
-            raise ServerFailed(f"{where}: {str(found)[:SHOWN]}, expected success")
-        return found
+            raise ServerFailed(f"{self.address}{path}: {text[:SHOWN]!r}, expected JSON") from None
+        answer = answer if isinstance(answer, dict) else {"value": answer}
+        if answer.get("error") is not None or answer.get("success") is False:
+            raise ServerFailed(f"{self.address}{path}: {str(answer)[:SHOWN]}, expected success")
+        return answer
 
     async def generate(self, request: Request, part: Partial) -> Answer:
         """Send a request; its tokens are in ``part`` as they come, also when the server dies.
 
-        A connection that the server closed before it answered anything is tried once more: that
-        happens to a connection that was kept too long.
-
         Raises: ServerFailed when the server died, was taken out, sent no token in time or what
             breaks the protocol; Refused.
         """
+        where = f"{self.address}{protocol.GENERATE}"
         loop = asyncio.get_running_loop()
         flight = _Flight(asyncio.current_task(), loop.time(), part)
         if self._watch is None:
             self._watch = loop.create_task(self._watched())
-        self._flights[flight] = None
+        self._flights.add(flight)
         try:
             if self.failure is not None:
                 raise ServerFailed(str(self.failure), self.failure.keeps)
-            try:
-                return await self._generate(request, flight)
-            except aiohttp.ServerDisconnectedError as error:
-                if part.token_ids or not await self.healthy():
-                    raise self._ended(error, part) from error
-                return await self._generate(request, flight)
+            return await self._generate(request, flight)
         except GONE as error:
-            raise self._ended(error, part) from error
-        except ProtocolError as error:
-            raise ServerFailed(f"{self.address}{protocol.GENERATE}: {error}") from error
+            text = f"{where}: the connection ended after {len(part.token_ids)} tokens, {error!r}"
+            raise ServerFailed(text, keeps=True) from error
+        except ValueError as error:  # also a line that is too long
+            raise ServerFailed(f"{where}: {error}") from error
         except asyncio.CancelledError:
             if self.failure is None or (flight.task is not None and flight.task.uncancel()):
                 raise
             raise ServerFailed(str(self.failure), self.failure.keeps) from None
         finally:
-            del self._flights[flight]
+            self._flights.discard(flight)
 
     async def _generate(self, request: Request, flight: _Flight) -> Answer:
         part = flight.part
-        where = f"{self.address}{protocol.GENERATE}"
         loop = asyncio.get_running_loop()
         async with self._call("POST", protocol.GENERATE, request.to_json()) as reply:
             if reply.status != 200:
-                text = f"{reply.status} {(await _text(reply, 1 << 16)).decode(errors='replace')}"
+                text = f"{reply.url}: {reply.status} {(await reply.text(errors='replace'))[:SHOWN]}"
                 if reply.status in WRONG:
-                    raise Refused(f"{where}: {text[:SHOWN]}, expected it to take the request")
-                raise ServerFailed(f"{where}: {text[:SHOWN]}, expected 200")
-            rows = len(request.token_ids) + request.max_tokens - request.routes_from
-            limit = (1 << 16) + request.max_tokens * TOKEN_BYTES * (1 + request.top)
-            before = 0
-            async for message in _events(reply, limit + rows * self.row_bytes):
-                try:
-                    body = json.loads(message)
-                except (ValueError, RecursionError):
-                    raise ProtocolError(
-                        f"{protocol.GENERATE}: {message[:SHOWN]!r}, not JSON"
-                    ) from None
-                part.add(body)
-                if len(part.token_ids) > before:
-                    before = len(part.token_ids)
-                    flight.heard = loop.time()
-        return part.answer()
+                    raise Refused(f"{text}, expected it to take the request")
+                raise ServerFailed(f"{text}, expected 200")
+            async for line in reply.content:
+                if line.startswith(b"data: [DONE]"):
+                    return part.answer()
+                if line.startswith(b"data: "):
+                    count = len(part.token_ids)
+                    part.add(line[6:])
+                    if len(part.token_ids) > count:
+                        flight.heard = loop.time()
+        raise protocol.ProtocolError("the stream ended, expected [DONE] before")
 
-    def _ended(self, error: BaseException, part: Partial) -> ServerFailed:
-        where = f"{self.address}{protocol.GENERATE}"
-        count = len(part.token_ids)
-        return ServerFailed(f"{where}: the connection ended after {count} tokens, {error!r}", True)
-
-    @asynccontextmanager
-    async def _call(
+    def _call(
         self, method: str, path: str, body: Any
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP)
+            # servers close connections without a request, or after an error, and do not say so
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, auto_decompress=False
+                connector=connector, timeout=timeout, read_bufsize=protocol.MAX_BODY
             )
         key = self.keys.generate if path == protocol.GENERATE else self.keys.control
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        if path in MAY_FAIL:
-            headers["Connection"] = "close"
-        given = {} if body is None else {"json": body}
-        async with self._session.request(
-            method, self.address + path, headers=headers, allow_redirects=False, **given
-        ) as reply:
-            yield reply
+        url = self.address + path
+        return self._session.request(method, url, headers=headers, json=body, allow_redirects=False)
 
-    async def _get(self, path: str, within: float) -> bytes:
-        """Raises: ServerFailed."""
+    async def _fetch(self, method: str, path: str, body: Any, timeout: float) -> bytes:
+        """The body of an answer. Raises: ServerFailed for another status than 200."""
+        where = f"{self.address}{path}"
         try:
-            async with asyncio.timeout(within), self._call("GET", path, None) as reply:
-                if reply.status == 200:
-                    return await _text(reply, protocol.MAX_BODY)
-                raise ServerFailed(f"{self.address}{path}: {reply.status}, expected 200")
-        except (TimeoutError, *GONE) as error:
-            raise ServerFailed(f"{self.address}{path}: {error!r}, expected 200") from error
+            async with asyncio.timeout(timeout), self._call(method, path, body) as reply:
+                text = await reply.read()
+        except TimeoutError:
+            raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
+        except GONE as error:
+            raise ServerFailed(f"{where}: {error!r}, expected 200") from error
+        if reply.status != 200:
+            shown = text.decode(errors="replace")[:SHOWN]
+            raise ServerFailed(f"{where}: {reply.status} {shown}, expected 200")
+        return text
 
     async def _watched(self) -> None:
         """Fails the server when a request gets no token for too long."""
         loop = asyncio.get_running_loop()
         pause = self.silence / 8
         moved = 0.0
-        before = b""
+        counters = b""
         last = loop.time()
         while True:
             await asyncio.sleep(pause)
@@ -280,59 +215,20 @@ class Server:
                     flight.heard = now
             last = now
             silent = [f for f in self._flights if now - f.heard > self.silence / 2]
-            if not silent or not self.alive:
-                before = b""
+            if not silent or self.failure is not None:
+                counters = b""
                 continue
             with suppress(ServerFailed):  # a server without counters cannot show that it is busy
-                count = await self._count()
-                if before and count != before:
+                before = counters
+                text = await self._fetch("GET", protocol.METRICS, None, self.silence / 4)
+                counters = b" ".join(ln for ln in text.splitlines() if ln.startswith(COUNTERS))
+                if before and counters != before:
                     moved = now
-                before = count
-            most = self.silence * (BUSY if now - moved < self.silence else 1)
+            limit = self.silence * (BUSY if now - moved < self.silence else 1)
             last = loop.time()
             for flight in silent:
-                if last - flight.heard > most and flight in self._flights and not self.paused:
-                    got = len(flight.part.token_ids)
-                    silent = f"no token for {most:g} s, after {got} of a request"
-                    self.fail(f"{self.address}{protocol.GENERATE}: {silent}", keeps=True)
+                if last - flight.heard > limit and flight in self._flights and not self.paused:
+                    count = len(flight.part.token_ids)
+                    reason = f"no token for {limit:g} s, after {count} of a request"
+                    self.fail(f"{self.address}{protocol.GENERATE}: {reason}", keeps=True)
                     break
-
-    async def _count(self) -> bytes:
-        """Number of tokens it has read and generated, as it says."""
-        lines = (await self._get(protocol.METRICS, self.silence / 4)).splitlines()
-        return b" ".join(line for line in lines if line.startswith(COUNTERS))
-
-
-async def _text(reply: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The body. Raises: ServerFailed when it is longer than ``limit``."""
-    text = bytearray()
-    async for chunk in reply.content.iter_any():
-        text += chunk
-        if len(text) > limit:
-            raise ServerFailed(f"{reply.url}: more than {limit:,} bytes, expected at most that")
-    return bytes(text)
-
-
-async def _events(reply: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
-    """The messages of a stream of server-sent events.
-
-    Raises: ProtocolError when no [DONE] ends them, or they have more than ``limit`` bytes.
-    """
-    waiting = bytearray()
-    seen = 0
-    size = 0
-    async for chunk in reply.content.iter_any():
-        waiting += chunk
-        size += len(chunk)
-        if size > limit:
-            raise ProtocolError(f"an answer of more than {limit:,} bytes, expected at most that")
-        while (end := waiting.find(b"\n\n", seen)) >= 0:
-            message = bytes(waiting[:end])
-            del waiting[: end + 2]
-            seen = 0
-            if message == b"data: [DONE]":
-                return
-            if message.startswith(b"data: "):
-                yield message[6:]
-        seen = max(len(waiting) - 1, 0)
-    raise ProtocolError(f"{reply.url}: the stream ended, expected [DONE] before")

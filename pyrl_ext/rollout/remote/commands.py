@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.remote import guard
+from pyrl_ext.rollout.remote import auth
 from pyrl_ext.rollout.remote.canary import LONG, NEW
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.start import unwritten
@@ -69,7 +69,7 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
             f"serve: no engine on {host or 'this machine'}, expected one of "
             f"{', '.join(dict.fromkeys(names))}. Name it with --host"
         )
-    guard.Keys.of(keys_folder(plan), names[chosen[0]])
+    auth.server_keys(keys_folder(plan), names[chosen[0]])
     make = _vllm if plan.rollout.engine == "vllm" else _embedded
     found: list[Command] = []
     for place, number in enumerate(chosen):
@@ -129,13 +129,13 @@ def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str]
         "disable_uvicorn_access_log": True,
         "weight_transfer_config": {"backend": "pyrl"},
         "worker_extension_cls": "pyrl_ext.rollout.remote.vllm_worker.ServedWorker",
-        "middleware": "pyrl_ext.rollout.remote.guard.Guard",
+        "middleware": "pyrl_ext.rollout.remote.auth.Auth",
         **({"hf_overrides": more} if (more := unwritten(dict(plan.hf))) else {}),
         **({"tokenizer": tokenizer} if tokenizer else {"skip_tokenizer_init": True}),
     }
     environment = {
         "PYRL_SERVED": "1",
-        guard.KEYS_VARIABLE: keys_folder(plan) or "",
+        auth.KEYS_VARIABLE: keys_folder(plan) or "",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""The embedded engine as an HTTP server with vLLM's paths: what runs where there is no vLLM.
+"""The embedded engine as an HTTP server with vLLM's paths, for hosts without vLLM.
 
 python -m pyrl_ext.rollout.remote.embedded CONFIG [section.key=value ...] --host H --port P
 """
@@ -22,26 +22,24 @@ from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
-from pyrl_ext.rollout.remote import guard, protocol
+from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.commands import PARENT, keys_folder, max_tokens
+from pyrl_ext.rollout.remote.embedded_worker import Job, Worker, WrongState
 from pyrl_ext.rollout.remote.identity import identity_of
-from pyrl_ext.rollout.remote.lanes import Job
 from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
-from pyrl_ext.rollout.remote.weight_protocol import TransferError
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
-from pyrl_ext.rollout.remote.worker import Refused, Worker
 
-FLUSH = 0.1  # longest time that a token stays here before it is sent [s]
+FLUSH_S = 0.1  # longest time that a token stays here before it is sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Server:
+class EmbeddedServer:
     """The handlers of the paths.
 
     Args:
         engine: used by this server alone
         max_tokens: longest context and response together
-        identity: what a trainer compares before it publishes to this server
+        identity: that a trainer compares before it publishes to this server
     """
 
     def __init__(self, engine: HFEngine, max_tokens: int, identity: dict[str, str] | None = None):
@@ -52,58 +50,49 @@ class Server:
         self.jobs: set[Job] = set()
         self._updates = asyncio.Lock()
 
-    def application(self, keys: guard.Keys | None) -> web.Application:
-        """The server, behind the guard."""
+    def application(self, keys: auth.Keys) -> web.Application:
+        """The server, which asks for keys."""
         app = web.Application(
-            client_max_size=protocol.MAX_BODY, middlewares=[guard.for_aiohttp(keys), _errors]
+            client_max_size=protocol.MAX_BODY, middlewares=[_authorized(keys), _errors]
         )
-        get = {
+        handlers: dict[str, Handler] = {
             protocol.HEALTH: self.health,
             protocol.METRICS: self.metrics,
-            protocol.IS_PAUSED: self.is_paused,
             protocol.WEIGHT_INFO: self.weight_info,
-        }
-        post = {
             protocol.GENERATE: self.generate,
-            protocol.ABORT: self.abort,
             protocol.PAUSE: self.pause,
             protocol.RESUME: self.resume,
-            protocol.INIT_TRANSFER: self.init_transfer,
-            protocol.SHUTDOWN_TRANSFER: self.shutdown_transfer,
             protocol.START: self.start,
             protocol.UPDATE: self.update,
             protocol.FINISH: self.finish,
             protocol.RESET: self.reset,
             protocol.RPC: self.rpc,
         }
-        app.add_routes([web.get(path, handler) for path, handler in get.items()])
-        app.add_routes([web.post(path, handler) for path, handler in post.items()])
+        for path, handler in handlers.items():
+            app.router.add_route(auth.TABLE[path][0], path, handler)
         return app
 
     # requests -------------------------------------------------------------------------------------
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """Answers one request; a client that goes away aborts it."""
-        request = Request.from_json(await _body(http))
+        request = Request.from_json(await http.read())
         loop = asyncio.get_running_loop()
         adding = loop.create_task(self.worker.call(self.worker.add, request, loop))
         try:
             job = await asyncio.shield(adding)
-        except asyncio.CancelledError:  # it may be added yet
-            adding.add_done_callback(self._gone)
+        except asyncio.CancelledError:  # the worker may still add it
+            adding.add_done_callback(self._abort_added)
             raise
         self.jobs.add(job)
         try:
-            if request.stream:
-                return await self._stream(http, job)
-            await job.done.wait()
-            return web.json_response(_whole(job).to_json())
+            return await self._stream(http, job)
         finally:
             self.jobs.discard(job)
             if job.answer is None:
                 self.worker.post(self.worker.abort, [job])
 
-    def _gone(self, adding: asyncio.Task[Job]) -> None:
+    def _abort_added(self, adding: asyncio.Task[Job]) -> None:
         if not adding.cancelled() and adding.exception() is None:
             self.worker.post(self.worker.abort, [adding.result()])
 
@@ -114,31 +103,21 @@ class Server:
         name = job.request.request_id
         while job.answer is None:
             try:
-                await asyncio.wait_for(job.done.wait(), FLUSH)
+                await asyncio.wait_for(job.done.wait(), FLUSH_S)
             except TimeoutError:
-                until = len(job.token_ids)
-                if until > sent:
-                    tokens = tuple(job.token_ids[:until])
-                    tops = tuple(job.top[:until])
-                    part = Answer(name, tokens, tuple(job.logprobs[:until]), "", top=tops)
+                count = len(job.token_ids)
+                if count > sent:
+                    tokens = tuple(job.token_ids[:count])
+                    top = tuple(job.top[:count])
+                    part = Answer(name, tokens, tuple(job.logprobs[:count]), "", top=top)
                     await reply.write(_event(part.message(sent, last=False)))
-                    sent = until
-        try:
-            answer = _whole(job)
-        except web.HTTPException as error:
-            await reply.write(_event({"error": {"message": error.text, "code": error.status}}))
+                    sent = count
+        if isinstance(job.answer, Answer):
+            await reply.write(_event(job.answer.message(sent)))
         else:
-            await reply.write(_event(answer.message(sent)))
-            await reply.write(_event({"choices": [], "usage": answer.usage()}))
+            await reply.write(_event({"error": {"message": str(job.answer), "code": 500}}))
         await reply.write(b"data: [DONE]\n\n")
         return reply
-
-    async def abort(self, http: web.Request) -> web.Response:
-        """Ends the requests with these ids, or all; each answers with its part."""
-        names = (await _body(http)).get("request_ids")
-        chosen = [j for j in self.jobs if not names or j.request.request_id in names]
-        count = await self.worker.call(self.worker.abort, chosen)
-        return web.json_response({"status": "aborted", "aborted": count})
 
     # pauses and weights ---------------------------------------------------------------------------
 
@@ -146,11 +125,11 @@ class Server:
         mode = http.query.get("mode", "abort")
         if mode not in protocol.PAUSE_MODES.values():
             raise ProtocolError(f"pause: mode {mode!r}, expected wait, keep or abort")
-        clear = http.query.get("clear_cache", "true").lower() == "true"
         loop = asyncio.get_running_loop()
         paused = asyncio.Event()
-        told = lambda: loop.call_soon_threadsafe(paused.set)  # noqa: E731
-        await self.worker.call(self.worker.pause, mode, clear, told)
+        await self.worker.call(
+            self.worker.pause, mode, lambda: loop.call_soon_threadsafe(paused.set)
+        )
         await paused.wait()
         return web.json_response({"status": "paused"})
 
@@ -159,26 +138,14 @@ class Server:
             await self.worker.call(self.worker.resume)
         return web.json_response({"status": "resumed"})
 
-    async def is_paused(self, http: web.Request) -> web.Response:
-        return web.json_response({"is_paused": self.worker.state == "paused"})
-
-    async def init_transfer(self, http: web.Request) -> web.Response:
-        """Nothing to do: each update says where its weights come from."""
-        return web.json_response({"message": "Weight transfer initialized"})
-
-    async def shutdown_transfer(self, http: web.Request) -> web.Response:
-        async with self._updates:
-            self.staged.drop()
-        return web.json_response({"message": "Weight transfer shut down"})
-
     async def start(self, http: web.Request) -> web.Response:
         async with self._updates:
-            await self.worker.call(self.worker.need_paused, "start_weight_update")
+            await self.worker.call(self.worker.require_paused, "start_weight_update")
             self.staged.start()
         return web.json_response({"message": "Weight update started"})
 
     async def update(self, http: web.Request) -> web.Response:
-        """Receives all weights while the engine keeps and serves its own."""
+        """Receives all weights while the engine keeps its own."""
         info = (await _body(http)).get("update_info")
         if not isinstance(info, dict):
             raise ProtocolError("update_weights: no update_info, expected an object")
@@ -201,50 +168,38 @@ class Server:
         return web.json_response({"weight_version": None if version is None else str(version)})
 
     async def reset(self, http: web.Request) -> web.Response:
-        running = http.query.get("reset_running_requests", "false").lower() == "true"
-        success = await self.worker.call(self.worker.reset, running)
-        return web.json_response({"success": success})
+        """Nothing to do: finished requests leave no caches."""
+        return web.json_response({"success": True})
 
     async def rpc(self, http: web.Request) -> web.Response:
-        """`guard.RPC_METHODS` alone, as a list of one result."""
+        """A method of the engine's only worker, as a list of one result."""
         body = await _body(http)
-        if body.get("method") == "identity":
+        method = body.get("method")
+        if method == "identity":
             return web.json_response({"results": [self.identity]})
+        if method != "weight_digests":
+            raise ProtocolError(f"rpc: {method!r}, expected identity or weight_digests")
         (names,) = body.get("args") or [None]
         digests = await self.worker.call(self.engine.checksums, names)
         return web.json_response({"results": [digests]})
-
-    # what it tells --------------------------------------------------------------------------------
 
     async def health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.worker.is_alive() else 503)
 
     async def metrics(self, http: web.Request) -> web.Response:
         """In Prometheus' form, under vLLM's names."""
-        running = self.worker.rows
+        running = self.worker.running
         counts = self.worker.counts
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        numbers = {
-            "vllm:num_requests_running gauge": running,
-            "vllm:num_requests_waiting gauge": len(self.jobs) - running,
-            "vllm:prompt_tokens_total counter": counts["prompt"],
-            "vllm:generation_tokens_total counter": counts["generation"],
-            "vllm:prefix_cache_hits_total counter": counts["cached"],
-            "vllm:request_success_total counter": counts["answers"],
-            'vllm:cache_config_info{block_size="1"} gauge': 1,
-            "process_resident_memory_peak_bytes gauge": memory,
-        }
-        lines: list[str] = []
-        for name, value in numbers.items():
-            series, kind = name.rsplit(" ", 1)
-            lines += [f"# TYPE {series.partition('{')[0]} {kind}", f"{series} {value}"]
+        lines = [
+            f"vllm:num_requests_running {running}",
+            f"vllm:num_requests_waiting {len(self.jobs) - running}",
+            f"vllm:prompt_tokens_total {counts['prompt']}",
+            f"vllm:generation_tokens_total {counts['generation']}",
+            f"vllm:request_success_total {counts['answers']}",
+            f"process_resident_memory_peak_bytes {memory}",
+        ]
         return web.Response(text="\n".join(lines) + "\n")
-
-
-def _whole(job: Job) -> Answer:
-    if isinstance(job.answer, Answer):
-        return job.answer
-    raise web.HTTPInternalServerError(text=str(job.answer))
 
 
 def _event(message: dict[str, Any]) -> bytes:
@@ -252,10 +207,10 @@ def _event(message: dict[str, Any]) -> bytes:
 
 
 async def _body(http: web.Request) -> dict[str, Any]:
-    """The JSON object in a body of bounded size; of no body, an empty one."""
+    """The JSON object in a body; of no body, an empty one."""
     data = await http.read()
     try:
-        body = json.loads(data) if data else {}
+        body = json.loads(data or b"{}")
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{http.path}: a body that is no JSON, {error}") from None
     if not isinstance(body, dict):
@@ -263,27 +218,38 @@ async def _body(http: web.Request) -> dict[str, Any]:
     return body
 
 
+def _authorized(keys: auth.Keys) -> Any:
+    @web.middleware
+    async def authorized(http: web.Request, handler: Handler) -> web.StreamResponse:
+        path = http.raw_path.partition("?")[0]
+        authorization = http.headers.get("Authorization", "")
+        has_origin = "Origin" in http.headers
+        refused = auth.refusal(keys, http.method, path, authorization, has_origin)
+        if refused is None:
+            return await handler(http)
+        return web.Response(status=refused[0], body=auth.refusal_body(*refused))
+
+    return authorized
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """400 for a wrong request, 409 at a wrong time, 500 for what fails; each says why."""
+    """400 for a wrong request, 409 at a wrong time, 500 for a failure; each with the reason."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         status = error.status
-        why = error.text or error.reason
-    except (ProtocolError, ValueError) as error:
+        reason = error.text or error.reason
+    except ValueError as error:
         status = 400
-        why = str(error)
-    except Refused as error:
-        status = 409
-        why = str(error)
-    except (TransferError, RuntimeError) as error:
-        status = 500
-        why = str(error)
-    return web.json_response({"error": {"message": why, "code": status}}, status=status)
+        reason = str(error)
+    except RuntimeError as error:
+        status = 409 if isinstance(error, WrongState) else 500
+        reason = str(error)
+    return web.Response(status=status, body=auth.refusal_body(status, reason))
 
 
-async def serve(server: Server, listening: socket.socket, keys: guard.Keys | None) -> None:
+async def serve(server: EmbeddedServer, listening: socket.socket, keys: auth.Keys) -> None:
     """Serve until SIGTERM or SIGINT; prints the address once it does."""
     runner = web.AppRunner(
         server.application(keys), handler_cancellation=True, access_log=None, shutdown_timeout=1
@@ -311,13 +277,13 @@ def main() -> int:
         return 2
     if PARENT in os.environ:
         end_with(int(os.environ[PARENT]))
-    keys = guard.Keys.of(keys_folder(plan), options.host)
+    keys = auth.server_keys(keys_folder(plan), options.host)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     listening = socket.create_server((options.host, options.port), backlog=1024)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
-    server = Server(engine, max_tokens(plan), identity_of(plan))
+    server = EmbeddedServer(engine, max_tokens(plan), identity_of(plan))
     asyncio.run(serve(server, listening, keys))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

@@ -22,7 +22,7 @@ from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
-from pyrl_ext.rollout.remote.router import Router
+from pyrl_ext.rollout.remote.router import Router, ServerState
 from pyrl_ext.rollout.remote.stream import Stream
 from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync
 from pyrl_ext.rollout.static_feed import AllAtOnce
@@ -139,17 +139,16 @@ class ServersEngine(Engine):
         Raises: RuntimeError when no server tells.
         """
 
-        async def ask(lane: Any) -> list[dict[str, int]]:
+        async def ask(state: ServerState) -> list[dict[str, int]]:
             body = {"method": "weight_digests", "args": [None if names is None else list(names)]}
             try:
-                return (await lane.server.control(RPC, body))["results"]
+                return (await state.server.control(RPC, body))["results"]
             except (ServerFailed, KeyError) as error:
-                self.router.take_out(lane, str(error))
+                self.router.take_out(state, str(error))
                 return []
 
         async def ask_all() -> list[list[dict[str, int]]]:
-            lanes = [lane for lane in self.router.lanes if lane.used]
-            return await asyncio.gather(*map(ask, lanes))
+            return await asyncio.gather(*(ask(s) for s in self.router.states if s.used))
 
         self.sync.finished()
         found = [digests for results in self.run(ask_all()) for digests in results]

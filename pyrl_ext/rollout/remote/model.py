@@ -32,11 +32,6 @@ class Model:
         layers = plan.router_layers
         return cls(sizes.vocab_size, sizes.num_hidden_layers, layers, sizes.num_experts, sizes.topk)
 
-    @property
-    def row_bytes(self) -> int:
-        """Most bytes of a token's routes in an answer: integers of 32 bits, in base64."""
-        return self.num_layers * self.topk * 6 if self.layer_ids else 0
-
     def check(self, request: Request, answer: Answer) -> None:
         """Raises: ProtocolError for tokens and routes that the model cannot have."""
         top = max(answer.token_ids, default=0)

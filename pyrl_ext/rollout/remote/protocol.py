@@ -5,51 +5,68 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from pyrl_ext.samples import Sampling
 
 GENERATE = "/inference/v1/generate"
-ABORT = "/abort_requests"
 PAUSE = "/pause"
 RESUME = "/resume"
-IS_PAUSED = "/is_paused"
-INIT_TRANSFER = "/init_weight_transfer_engine"
-SHUTDOWN_TRANSFER = "/shutdown_weight_transfer_engine"
 START = "/start_weight_update"
 UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
 WEIGHT_INFO = "/weight_info"
-WEIGHT_CHECKER = "/weight_checker"
 RESET = "/reset_prefix_cache"
 RPC = "/collective_rpc"
 HEALTH = "/health"
 METRICS = "/metrics"
 
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}  # rollout.pause -> /pause?mode=
-FINISH_REASONS = ("stop", "length", "abort")
 MAX_BODY = 64 << 20  # of a request, and of a message of an answer [bytes]
 MAX_TOKENS = 1 << 24  # of a context
-Stream = tuple[int, int, int]
+
+Token = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Span = tuple[int, int, int]
+Top = tuple[tuple[int, float], ...]
 
 
 class ProtocolError(ValueError):
     """A message that does not follow the protocol; its server cannot be trusted."""
 
 
-def _need(ok: bool, where: str, found: str, rule: str) -> None:
+def _require(ok: bool, where: str, fault: str, rule: str) -> None:
     if not ok:
-        raise ProtocolError(f"{where}: {found}, expected {rule}")
+        raise ProtocolError(f"{where}: {fault}, expected {rule}")
 
 
-@dataclass(frozen=True, slots=True)
+def parse[T](kind: TypeAdapter[T], where: str, text: bytes) -> T:
+    """The message in a JSON text. Raises: ProtocolError naming the first wrong field."""
+    try:
+        return kind.validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        name = ".".join(map(str, wrong["loc"])) or "the message"
+        rule = wrong["msg"].removeprefix("Input should be ")
+        fault = f"{name} is {str(wrong['input'])[:200]!r}"
+        raise ProtocolError(f"{where}: {fault}, expected {rule}") from None
+
+
+def _sampling(*path: str) -> Any:
+    """The place of a field in a request's JSON."""
+    return Field(validation_alias=AliasPath("sampling_params", *path))
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, populate_by_name=True))
 class Request:
     """One response that is asked for.
 
@@ -63,44 +80,25 @@ class Request:
         routes_from: first token whose routes are wanted; the client has those before it
         temperature, top_p, top_k: as in `Sampling`; temperature 0: greedy
         stop_ids, stop: as in `Sampling`
-        top: number of most likely tokens reported beside each sampled one
-        stream: tokens are sent as they are sampled
-        reads_cache: what is cached of the context is not computed again
+        top: number of most likely tokens reported for each sampled one
+        skips_cache: cached keys and values of the context are computed again
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    random_stream: Stream = (0, 0, 0)
-    salt: str = ""
-    routes_from: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    top: int = 0
-    stream: bool = True
-    reads_cache: bool = True
-
-    def __post_init__(self) -> None:
-        where = f"request {self.request_id}"
-        count = len(self.token_ids)
-        _need(0 < len(self.request_id) <= 200, where, "its id", "1 to 200 characters")
-        _need(0 < count < MAX_TOKENS, where, f"{count} tokens", f"1 to {MAX_TOKENS - 1}")
-        _need(min(self.token_ids) >= 0, where, f"token {min(self.token_ids)}", "ids >= 0")
-        _need(0 < self.max_tokens < MAX_TOKENS, where, f"max_tokens {self.max_tokens}", "some")
-        good = 0 <= self.routes_from <= count + self.max_tokens
-        _need(good, where, f"routes from token {self.routes_from}", "a token of it")
-        good = math.isfinite(self.temperature) and self.temperature >= 0
-        _need(good, where, f"temperature {self.temperature}", "a finite number >= 0")
-        _need(0 < self.top_p <= 1, where, f"top_p {self.top_p}", "a number in (0, 1]")
-        _need(self.top_k >= 0, where, f"top_k {self.top_k}", "0 (all) or a count")
-        _need(0 <= self.top <= 100, where, f"top {self.top}", "0 to 100 tokens")
-        _need(all(self.stop), where, "an empty stop string", "texts")
-        _need(len(self.salt) <= 1000, where, "its salt", "at most 1,000 characters")
-        good = all(-(2**63) <= part < 2**64 for part in self.random_stream)
-        _need(good, where, f"random stream {self.random_stream}", "integers of 64 bits")
+    request_id: Annotated[str, Field(min_length=1, max_length=200)]
+    token_ids: Annotated[tuple[Token, ...], Field(min_length=1, max_length=MAX_TOKENS)]
+    max_tokens: Annotated[int, Field(gt=0, lt=MAX_TOKENS), _sampling("max_tokens")]
+    random_stream: Annotated[
+        tuple[Int64, Int64, Int64], _sampling("extra_args", "random_stream")
+    ] = (0, 0, 0)
+    salt: Annotated[str, Field(max_length=1000, validation_alias="cache_salt")] = ""
+    routes_from: Annotated[Count, _sampling("routed_experts_prompt_start")] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False), _sampling("temperature")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), _sampling("top_p")] = 1.0
+    top_k: Annotated[Count, _sampling("top_k")] = 0
+    stop_ids: Annotated[tuple[Token, ...], _sampling("stop_token_ids")] = ()
+    stop: Annotated[tuple[Text, ...], _sampling("stop")] = ()
+    top: Annotated[int, Field(ge=0, le=100), _sampling("logprobs")] = 0
+    skips_cache: Annotated[bool, _sampling("skip_reading_prefix_cache")] = False
 
     @classmethod
     def of(cls, sampling: Sampling, request_id: str, token_ids: Sequence[int], **fields: Any):
@@ -139,44 +137,25 @@ class Request:
             "detokenize": bool(self.stop),
             "ignore_eos": True,  # the config may name stop tokens that the plan does not have
             "routed_experts_prompt_start": self.routes_from,
-            "skip_reading_prefix_cache": not self.reads_cache,
+            "skip_reading_prefix_cache": self.skips_cache,
             "extra_args": {"random_stream": list(self.random_stream)},
         }
         body: dict[str, Any] = {
             "request_id": self.request_id,
             "token_ids": list(self.token_ids),
             "sampling_params": sampling,
-            "stream": self.stream,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if self.stream:
-            body["stream_options"] = {"include_usage": True}
         return body | ({"cache_salt": self.salt} if self.salt else {})
 
     @classmethod
-    def from_json(cls, body: object) -> Request:
+    def from_json(cls, text: bytes) -> Request:
         """The request in a body. Raises: ProtocolError."""
-        fields = _Fields("request", body)
-        sampling = _Fields("request: sampling_params", fields.take("sampling_params", dict))
-        extra = _Fields("request: extra_args", sampling.take("extra_args", dict, {}))
-        stream = extra.ints("random_stream", [0, 0, 0])
-        _need(len(stream) == 3, "request: random_stream", f"{len(stream)} numbers", "3")
-        seed, prompt, index = stream
-        return cls(
-            request_id=fields.take("request_id", str),
-            token_ids=fields.ints("token_ids"),
-            max_tokens=sampling.take("max_tokens", int),
-            random_stream=(seed, prompt, index),
-            salt=fields.take("cache_salt", str, ""),
-            routes_from=sampling.take("routed_experts_prompt_start", int, 0),
-            temperature=float(sampling.take("temperature", (int, float), 1.0)),
-            top_p=float(sampling.take("top_p", (int, float), 1.0)),
-            top_k=max(sampling.take("top_k", int, 0), 0),  # vLLM: -1 and 0 are all tokens
-            stop_ids=sampling.ints("stop_token_ids", []),
-            stop=sampling.texts("stop"),
-            top=sampling.take("logprobs", int, 0),
-            stream=fields.take("stream", bool, False),
-            reads_cache=not sampling.take("skip_reading_prefix_cache", bool, False),
-        )
+        return parse(_REQUEST, "request", text)
+
+
+_REQUEST = TypeAdapter(Request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +170,7 @@ class Answer:
         routes: [rows, layers, K] of the tokens from `Request.routes_from` on but for the last
             token, which never was an input; None: the server reports none
         cached_tokens: of the context, which were not computed again; None: not reported
-        top: (token, log-prob) pairs beside each sampled token, if the request asks for them
+        top: (token, log-prob) pairs for each sampled token, if the request asks for them
     """
 
     request_id: str
@@ -201,47 +180,84 @@ class Answer:
     versions: tuple[Span, ...] = ()
     routes: np.ndarray | None = None
     cached_tokens: int | None = None
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed, or the last message of one that is."""
-        return self.message(0) | {"usage": self.usage()}
-
-    def usage(self) -> dict[str, Any]:
-        """Counts of tokens."""
-        details = None if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}
-        return {"completion_tokens": len(self.token_ids), "prompt_tokens_details": details}
+    top: tuple[Top, ...] = ()
 
     def message(self, begin: int, last: bool = True) -> dict[str, Any]:
         """The tokens from ``begin`` on; what is known at the end only comes with the last."""
         tops = self.top[begin:] or ((),) * (len(self.token_ids) - begin)
         rows = zip(self.token_ids[begin:], self.logprobs[begin:], tops, strict=True)
-        spans = [{"version": str(v), "start": b, "end": e} for b, e, v in self.versions]
+        content = [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "top_logprobs": [{"token_id": t, "logprob": p} for t, p in top],
+            }
+            for token, logprob, top in rows
+        ]
         choice = {
             "index": 0,
             "token_ids": list(self.token_ids[begin:]),
-            "logprobs": {
-                "content": [
-                    {
-                        "token_id": token,
-                        "logprob": logprob,
-                        "top_logprobs": [{"token_id": t, "logprob": p} for t, p in top],
-                    }
-                    for token, logprob, top in rows
-                ]
-            },
-            "finish_reason": self.finish_reason if last else None,
-            "routed_experts": encode_routes(self.routes) if last else None,
-            "weight_versions": spans if last else None,
+            "logprobs": {"content": content},
         }
-        return {"request_id": self.request_id, "choices": [choice]}
+        body: dict[str, Any] = {"request_id": self.request_id, "choices": [choice]}
+        if last:
+            choice["finish_reason"] = self.finish_reason
+            choice["routed_experts"] = encode_routes(self.routes)
+            choice["weight_versions"] = [
+                {"version": str(v), "start": b, "end": e} for b, e, v in self.versions
+            ]
+            body["usage"] = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+        return body
 
-    @classmethod
-    def from_json(cls, body: object, request: Request) -> Answer:
-        """The checked answer in a body. Raises: ProtocolError."""
-        part = Partial(request)
-        part.add(body)
-        return part.answer()
+
+# messages of an answer ---------------------------------------------------------------------------
+
+
+class _Message(BaseModel):
+    """Fields of vLLM's messages; others are not read, and null is as good as a missing one."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _TokenLogprob(_Message):
+    token_id: int
+    logprob: Annotated[float, Field(gt=-9000, le=1e-5)]  # vLLM writes nan and -inf as -9999
+    top_logprobs: list[_TokenLogprob] | None = None
+
+
+class _Logprobs(_Message):
+    content: list[_TokenLogprob] | None = None
+
+
+class _Version(_Message):
+    version: Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
+    start: Token
+    end: int
+
+
+class _Choice(_Message):
+    token_ids: list[Token] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    routed_experts: str | None = None
+    weight_versions: list[_Version] | None = None
+
+
+class _Details(_Message):
+    cached_tokens: int | None = None
+
+
+class _Usage(_Message):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(_Message):
+    choices: Annotated[list[_Choice], Field(max_length=1)] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENT = TypeAdapter(_Event)
 
 
 @dataclass
@@ -255,50 +271,42 @@ class Partial:
     request: Request
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    _top: list[tuple[tuple[int, float], ...]] = field(default_factory=list[Any])
+    _top: list[Top] = field(default_factory=list[Top])
     _finish: str | None = None
     _versions: tuple[Span, ...] = ()
     _routes: np.ndarray | None = None
     _cached: int | None = None
 
-    def add(self, body: object) -> None:
-        """Takes one message of the stream, or the whole answer. Raises: ProtocolError."""
-        fields = _Fields(f"answer to {self.request.request_id}", body)
-        fields.no_error()
-        usage = _Fields(fields.where, fields.take("usage", dict, {}))
-        details = _Fields(fields.where, usage.take("prompt_tokens_details", dict, {}))
-        self._cached = details.take("cached_tokens", int, self._cached)
-        choices = fields.take("choices", list)
-        _need(len(choices) <= 1, fields.where, f"{len(choices)} choices", "one")
-        for each in choices:
-            self._add(_Fields(fields.where, each))
+    def add(self, text: bytes) -> None:
+        """Takes one message of the stream. Raises: ProtocolError."""
+        where = f"answer to {self.request.request_id}"
+        event = parse(_EVENT, where, text)
+        _require(event.error is None, where, f"an error, {str(event.error)[:300]}", "tokens")
+        if event.usage is not None and event.usage.prompt_tokens_details is not None:
+            self._cached = event.usage.prompt_tokens_details.cached_tokens
+        for choice in event.choices:
+            self._add(choice, where)
 
-    def _add(self, choice: _Fields) -> None:
-        where = choice.where
-        tokens = choice.ints("token_ids", [])
-        _need(not (self._finish and tokens), where, "tokens after its end", "none")
-        content = _Fields(where, choice.take("logprobs", dict, {})).take("content", list, [])
-        found = f"{len(content)} log-probs of {len(tokens)} tokens"
-        _need(len(content) == len(tokens), where, found, "one a token")
-        for token, each in zip(tokens, map(lambda c: _Fields(where, c), content)):
-            told = each.take("token_id", int)
-            _need(told == token >= 0, where, f"a log-prob of token {told}", f"of token {token}")
-            top = [_Fields(where, t) for t in each.take("top_logprobs", list, [])]
-            self.logprobs.append(each.logprob(len(self.logprobs)))
-            self._top.append(
-                tuple((t.take("token_id", int), t.logprob(len(self._top))) for t in top)
-            )
+    def _add(self, choice: _Choice, where: str) -> None:
+        tokens = choice.token_ids or []
+        content = (choice.logprobs and choice.logprobs.content) or []
+        _require(not (self._finish and tokens), where, "tokens after its end", "none")
+        fault = f"log-probs of tokens {[row.token_id for row in content][:8]}"
+        _require([row.token_id for row in content] == tokens, where, fault, f"of {tokens[:8]}")
+        for row in content:
+            self.logprobs.append(min(row.logprob, 0.0))
+            top = row.top_logprobs or []
+            self._top.append(tuple((other.token_id, min(other.logprob, 0.0)) for other in top))
         self.token_ids += tokens
         count = len(self.token_ids)
         most = self.request.max_tokens
-        _need(count <= most, where, f"{count} tokens", f"at most {most}")
-        self._routes = decode_routes(choice.take("routed_experts", str, None), where, self._routes)
-        if (spans := choice.take("weight_versions", list, None)) is not None:
-            self._versions = tuple(_Fields(where, each).span() for each in spans)
-        reason = choice.take("finish_reason", str, None)
-        known = reason is None or reason in FINISH_REASONS
-        _need(known, where, f"finish_reason {reason!r}", f"one of {FINISH_REASONS}")
-        self._finish = reason or self._finish
+        _require(count <= most, where, f"{count} tokens", f"at most {most}")
+        if choice.routed_experts is not None:
+            self._routes = decode_routes(choice.routed_experts, where, self._routes)
+        if choice.weight_versions is not None:
+            spans = ((span.start, span.end, int(span.version)) for span in choice.weight_versions)
+            self._versions = tuple(spans)
+        self._finish = choice.finish_reason or self._finish
 
     def answer(self) -> Answer:
         """The whole answer, whose parts agree. Raises: ProtocolError."""
@@ -306,25 +314,27 @@ class Partial:
         count = len(self.token_ids)
         where = f"answer to {request.request_id}"
         finish = self._finish
-        _need(finish is not None, where, f"an end after {count} tokens", "a finish_reason")
-        _need(count > 0 or finish == "abort", where, "no token", "at least one")
+        _require(finish is not None, where, f"an end after {count} tokens", "a finish_reason")
+        _require(count > 0 or finish == "abort", where, "no token", "at least one")
         full = finish != "length" or count == request.max_tokens
-        _need(full, where, f"length after {count} tokens", f"{request.max_tokens} of them")
-        ends = [0, *(end for _, end, _ in self._versions)]
-        good = ends == [*(begin for begin, _, _ in self._versions), count] if count else True
-        _need(good, where, f"versions {self._versions}", f"spans that cover 0 to {count}")
-        known = all(a[2] <= b[2] for a, b in pairwise(self._versions))
-        _need(known, where, f"versions {self._versions}", "rising ones")
+        _require(full, where, f"length after {count} tokens", f"{request.max_tokens} of them")
+        versions = self._versions if count else ()
+        begins = [begin for begin, _, _ in versions]
+        ends = [end for _, end, _ in versions]
+        good = [0, *ends] == [*begins, count] and all(b < e for b, e, _ in versions)
+        _require(good or not count, where, f"versions {versions}", f"spans that cover 0 to {count}")
+        rising = all(a[2] <= b[2] for a, b in pairwise(versions))
+        _require(rising, where, f"versions {versions}", "rising ones")
         rows = max(len(request.token_ids) + count - 1 - request.routes_from, 0)
         if self._routes is not None and (count or len(self._routes) > rows):
-            found = len(self._routes)
-            _need(found == rows, where, f"routes of {found} tokens", f"of {rows}")
+            length = len(self._routes)
+            _require(length == rows, where, f"routes of {length} tokens", f"of {rows}")
         return Answer(
             request.request_id,
             tuple(self.token_ids),
             tuple(self.logprobs),
             str(finish),
-            self._versions if count else (),
+            versions,
             self._routes,
             self._cached,
             tuple(self._top) if request.top else (),
@@ -340,68 +350,14 @@ def encode_routes(routes: np.ndarray | None) -> str | None:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def decode_routes(text: str | None, where: str, before: np.ndarray | None) -> np.ndarray | None:
+def decode_routes(text: str, where: str, before: np.ndarray | None) -> np.ndarray:
     """Rows of an answer, after those that came before. Raises: ProtocolError."""
-    if text is None:
-        return before
     try:
         routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError, SyntaxError, MemoryError) as error:
         raise ProtocolError(f"{where}: routed_experts, {error}, expected an .npy file") from None
     good = isinstance(routes, np.ndarray) and routes.ndim == 3
     good = good and routes.dtype in (np.uint8, np.uint16, np.int32)
-    _need(good, where, "routed_experts of another kind", "integers [rows, layers, K]")
-    if before is None:
-        return routes
-    _need(before.shape[1:] == routes.shape[1:], where, "routes of other layers", "the same")
-    return np.concatenate([before, routes])
-
-
-class _Fields:
-    """The fields of a JSON object, each of the type that the protocol gives it."""
-
-    def __init__(self, where: str, body: object):
-        self.where = where
-        _need(isinstance(body, dict), where, type(body).__name__, "an object")
-        assert isinstance(body, dict)
-        self.body: Mapping[str, Any] = body
-
-    def take(self, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
-        """A field; null and a missing one are the default, if there is one."""
-        value = self.body.get(name)
-        if value is None and default:
-            return default[0]
-        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        _need(good, self.where, f"{name} {str(value)[:80]!r}", f"{kind}")
-        return value
-
-    def ints(self, name: str, *default: list[int]) -> tuple[int, ...]:
-        values = self.take(name, list, *default)
-        _need(set(map(type, values)) <= {int}, self.where, f"{name} with others", "integers")
-        return tuple(values)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        values = self.take(name, list, [])
-        _need(set(map(type, values)) <= {str}, self.where, f"{name} with others", "texts")
-        return tuple(values)
-
-    def logprob(self, place: int) -> float:
-        """vLLM writes nan and -inf as -9999."""
-        value = self.take("logprob", (int, float))
-        good = -9000 < value <= 1e-5
-        _need(good, self.where, f"token {place} has log-prob {value}", "a finite number <= 0")
-        return min(float(value), 0.0)
-
-    def span(self) -> Span:
-        version, begin, end = (self.body.get(k) for k in ("version", "start", "end"))
-        text = str(version)
-        good = text.isascii() and text.isdigit() and len(text) < 20
-        good = good and type(begin) is int and type(end) is int
-        _need(good, self.where, f"tokens {begin} to {end} of version {text[:40]!r}", "a number")
-        assert isinstance(begin, int) and isinstance(end, int)
-        _need(0 <= begin < end, self.where, f"versions over {begin} to {end}", "tokens")
-        return begin, end, int(text)
-
-    def no_error(self) -> None:
-        error = self.body.get("error")
-        _need(error is None, self.where, f"an error, {str(error)[:300]}", "tokens")
+    good = good and (before is None or before.shape[1:] == routes.shape[1:])
+    _require(good, where, "routed_experts of another kind", "integers [rows, layers, K]")
+    return routes if before is None else np.concatenate([before, routes])

@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from pyrl_ext.rollout.remote import protocol
-from pyrl_ext.rollout.remote.canary import Canary, Seen
+from pyrl_ext.rollout.remote.canary import Canary
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
 from pyrl_ext.rollout.remote.identity import Identity, difference
+from pyrl_ext.rollout.remote.protocol import Answer
 from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, address_towards
 
@@ -110,12 +111,12 @@ class ServerUpdate:
         await self._call("resume", protocol.RESUME)
         self.server.joined = True
 
-    async def ask(self, canary: Canary) -> Seen:
-        """The canary's answers; a server whose answers are wrong is taken out and paused."""
+    async def ask(self, canary: Canary) -> Answer:
+        """The canary's answer; a server whose answer is wrong is taken out and paused."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout):
-                seen = await canary.ask(self.server, self.version)
+                answer = await canary.ask(self.server, self.version)
         except (ServerFailed, Refused, TimeoutError) as error:
             reason = str(error) or f"{self.server.address}: no canary in time"
             self.server.fail(reason)  # requests would wait there until it resumes
@@ -123,7 +124,7 @@ class ServerUpdate:
                 await self.pause("abort")
             raise ServerFailed(reason) from error
         self._took("canary", begin)
-        return seen
+        return answer
 
     async def _call(
         self, step: str, path: str, body: Any = None, method: str = "POST"

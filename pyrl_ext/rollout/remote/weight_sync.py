@@ -27,10 +27,11 @@ from pyrl_ext.parallel.collective_errors import agree, gather_objects
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.broadcast import BROKEN
-from pyrl_ext.rollout.remote.canary import Canary, Seen, canary_of, prove
+from pyrl_ext.rollout.remote.canary import Canary, canary_of, prove
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
-from pyrl_ext.rollout.remote.router import Lane, Router, Traffic
+from pyrl_ext.rollout.remote.protocol import Answer
+from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
 from pyrl_ext.rollout.remote.weight_protocol import (
     BroadcastRoute,
@@ -75,16 +76,16 @@ class Published:
 
     Attributes:
         failed: address -> why the server does not have the weights, or must not be used
-        asked: address -> the canary's answers to come
-        seen: address -> the canary's answers, of servers that `wait` found right
+        asked: address -> the canary's answer to come
+        seen: address -> the canary's answer, of servers that `wait` found right
         seconds: by step, the longest of any server
         bytes: that all ranks sent to servers together
         again: servers that were sent the weights a second time, because another one failed
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    asked: dict[str, Future[Seen]] = field(default_factory=dict[str, Any])
-    seen: dict[str, Seen] = field(default_factory=dict[str, Seen])
+    asked: dict[str, Future[Answer]] = field(default_factory=dict[str, Any])
+    seen: dict[str, Answer] = field(default_factory=dict[str, Answer])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     bytes: int = 0
     again: int = 0
@@ -501,10 +502,10 @@ class WeightSync:
                 for reasons in reports[1:]:
                     self._run(self._take_out, reasons)
                 ready = self.router.ready(self.patience)
-                lanes: list[Lane] = asyncio.run_coroutine_threadsafe(
+                states: list[ServerState] = asyncio.run_coroutine_threadsafe(
                     ready, self.publish.loop
                 ).result()
-                servers = [lane.server for lane in lanes if only is None or lane.used]
+                servers = [state.server for state in states if only is None or state.used]
         except Exception as caught:  # every rank has to know, or the others wait forever
             error = caught
         agree("ServersEngine.load_weights", error, version, "weights", group)
@@ -525,10 +526,10 @@ class WeightSync:
         return asyncio.run_coroutine_threadsafe(call(), self.publish.loop).result()
 
     def _take_out(self, wrong: Mapping[str, str]) -> None:
-        for lane in self.router.lanes:
-            reason = wrong.get(lane.server.address)
+        for state in self.router.states:
+            reason = wrong.get(state.server.address)
             if reason:
-                self.router.take_out(lane, reason)
+                self.router.take_out(state, reason)
 
     def _release(self, version: int, tried: Mapping[str, str | None]) -> dict[str, float]:
         traffic = self.router.traffic
@@ -539,7 +540,7 @@ class WeightSync:
     def _count(self, numbers: Sequence[Mapping[str, float]]) -> None:
         names = dict.fromkeys(f"prompts_{end}" for end in ("returned", "aborted", "failed"))
         whole = {n: sum(rank.get(n, 0.0) for rank in numbers) for n in (*names, *numbers[0])}
-        whole["used"] = sum(lane.used for lane in self.router.lanes)
+        whole["used"] = sum(state.used for state in self.router.states)
         whole["queue_max"] = max(rank["queue_max"] for rank in numbers)
         for name in ("seconds", "queue_seconds"):
             whole[name] /= max(whole["requests"], 1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyrl_ext.rollout.remote.client import Keys, Refused, Server, ServerFailed
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
 from pyrl_ext.rollout.remote.protocol import Partial, Request, encode_routes
 from tests.helpers.http_engine import HttpEngine, Messages, request_of, rows_of, tokens_of
 
@@ -57,19 +57,6 @@ def test_generate_keeps_the_tokens_of_a_server_that_dies():
     assert alive == [False]
 
 
-def test_generate_sends_again_where_a_kept_connection_was_closed():
-    """The server closes an idle connection at the moment when a request is written on it."""
-    with HttpEngine() as engine:
-
-        async def use(server: Server) -> Any:
-            await server.generate(request_of(1), Partial(request_of(1)))
-            engine.drop_next = True
-            return await server.generate(request_of(2), Partial(request_of(2)))
-
-        assert list(ask(engine, use).token_ids) == tokens_of(request_of(2))
-    assert not engine.drop_next
-
-
 # no token at all, and none after some
 @pytest.mark.parametrize("after", [0, 4])
 def test_generate_gives_up_a_server_that_hangs(after: int):
@@ -81,7 +68,7 @@ def test_generate_gives_up_a_server_that_hangs(after: int):
             part = Partial(request_of(1))
             with pytest.raises(ServerFailed, match=f"no token for 1 s, after {after} of"):
                 await server.generate(request_of(1), part)
-            assert len(part.token_ids) == after and not server.alive
+            assert len(part.token_ids) == after and server.failure is not None
             with pytest.raises(ServerFailed, match="no token for"):
                 await server.generate(request_of(2), Partial(request_of(2)))
             return await server.healthy()
@@ -97,7 +84,7 @@ def test_generate_waits_longer_for_a_server_that_generates_for_others():
         async def use(server: Server) -> None:
             waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
             await asyncio.sleep(1.2)
-            assert server.alive
+            assert server.failure is None
             engine.hangs_after = None
             await waiting
 
@@ -139,27 +126,25 @@ def logprob(value: float) -> Callable[[Request, Messages], list[Any]]:
 TWO_ROWS = encode_routes(rows_of([5] * 9, 0, 2))
 NO_FILE = base64.b64encode(b"no file").decode()
 NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
-    "log-prob -9999": (logprob(-9999.0), "log-prob -9999"),
-    "log-prob nan": (logprob(float("nan")), "log-prob nan"),
-    "log-prob above 0": (logprob(0.5), "log-prob 0.5"),
+    "log-prob -9999": (logprob(-9999.0), "logprob is .-9999"),
+    "log-prob nan": (logprob(float("nan")), "logprob is .nan|NaN"),
+    "log-prob above 0": (logprob(0.5), "logprob is .0.5"),
     "an error inside a 200": (lambda r, m: [*m[:3], {"error": {"message": "dead"}}], "dead"),
-    "too few log-probs": (changed("logprobs", lambda _: {"content": []}), "0 log-probs"),
+    "too few log-probs": (changed("logprobs", lambda _: {"content": []}), "log-probs of tokens"),
     "too few rows": (
         changed("routed_experts", lambda _: encode_routes(rows_of([5] * 9, 0, 2))),
         "routes of 2 tokens",
     ),
     "no .npy": (changed("routed_experts", lambda _: NO_FILE), "routed_experts"),
     "versions of a part": (changed("weight_versions", lambda v: [v[0] | {"end": 3}]), "versions"),
-    "another ending": (changed("finish_reason", lambda _: "tired"), "finish_reason 'tired'"),
+    "another ending": (changed("finish_reason", lambda _: "tired"), "finish_reason is .*tired"),
     "no ending": (changed("finish_reason", lambda _: None), "expected a finish_reason"),
     "tokens without end": (lambda r, m: [*m[:-1]] * 9, "tokens, expected at most"),
-    "bytes without end": (lambda r, m: [b"data: " + b"x" * 4_000_000], "bytes, expected at most"),
-    "comments without end": (lambda r, m: [b": hello\n\n"] * 40_000, "bytes, expected at most"),
-    "no JSON": (lambda r, m: [b"data: {what}\n\n"], "not JSON"),
-    "deep JSON": (lambda r, m: [b"data: " + b"[" * 50_000 + b"\n\n"], "not JSON"),
+    "no JSON": (lambda r, m: [b"data: {what}\n\n"], "JSON"),
+    "deep JSON": (lambda r, m: [b"data: " + b"[" * 50_000 + b"\n\n"], "JSON"),
     "no DONE": (lambda r, m: [*m, None], r"\[DONE\]"),
     "text": (lambda r, m: [b"data: [1, 2]\n\n"], "an object"),
-    "two choices": (lambda r, m: [m[0] | {"choices": m[0]["choices"] * 2}], "2 choices"),
+    "two choices": (lambda r, m: [m[0] | {"choices": m[0]["choices"] * 2}], "choices is"),
 }
 
 
@@ -211,7 +196,7 @@ def test_generate_tells_a_wrong_request_from_a_failed_server():
                 engine.status = status
                 with pytest.raises(error, match=f"{status} .*because"):
                     await server.generate(request_of(1), Partial(request_of(1)))
-            assert server.alive  # the router decides
+            assert server.failure is None  # the router decides
 
         ask(engine, use)
 
@@ -268,8 +253,3 @@ def test_keys_are_read_from_files_and_sent(tmp_path: Path):
     (tmp_path / "control").unlink()
     with pytest.raises(ValueError, match=r"rollout.keys: .*control, .*expected a file with a key"):
         Keys.read(tmp_path)
-
-
-def test_requests_travel_as_json():
-    request = request_of(1, budget=5, top_p=0.5, stop_ids=(4,), stop=("end",))
-    assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request

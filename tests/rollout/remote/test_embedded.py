@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,6 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.identity import difference, make_identity
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
-from pyrl_ext.rollout.remote.worker import MOST_LANES, Worker
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
 from tests.helpers.servers import Gate, served
@@ -77,7 +75,7 @@ def same(answer: Answer, sample: Sample, layers: int = 4) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 @asynchronous
 async def test_generate_equals_the_engine(family: str):
-    """Streamed or whole, several ways of drawing at once, each by its own random streams."""
+    """Several ways of drawing at once, each by its own random streams."""
     config = CONFIGS[family]
     model = random_model(config)
     prompts = prompts_of([1, 3, 7, 20], config["vocab_size"])
@@ -86,7 +84,7 @@ async def test_generate_equals_the_engine(family: str):
     async with served(engine_of(model, config, max_num_seqs=16)) as client:
         answers = await asyncio.gather(
             *(
-                client.generate(request_of(p, i, way, stream=i != 1))
+                client.generate(request_of(p, i, way))
                 for way in ways
                 for p in prompts
                 for i in range(3)
@@ -143,42 +141,31 @@ async def test_generate_does_not_depend_on_an_abort_and_a_second_server():
 
 @asynchronous
 async def test_pause_keeps_requests_and_their_caches_over_new_weights():
-    """The second span is of the new weights; with a reset it stands on nothing of the old ones."""
+    """The second span is of the new weights."""
     other = random_model(GLM, seed=1)
     (prompt,) = prompts_of([9], GLM["vocab_size"])
     sampling = replace(SAMPLING, stop_ids=())
-    for again in (False, True):
-        engine = engine_of(MODEL, GLM)
-        gate = Gate(engine)
-        async with served(engine) as client:
-            request = request_of(prompt, 0, sampling)
-            task = asyncio.create_task(client.generate(request))
-            await gate.allow(4)
-            pause = asyncio.create_task(client.post("/pause?mode=keep&clear_cache=false"))
-            await client.blocked(1)
-            gate.open()
-            assert (await pause)[0] == 200
-            worker = client.server.worker
-            await worker.call(worker.load, checkpoint(other), 4, None)
-            path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
-            assert await client.post(path) == (200, {"success": again})
-            late = asyncio.create_task(client.generate(replace(request, request_id="late")))
-            await client.post("/resume")
-            answer = await task
-            await late
-        (_, begin, before), (_, _, after) = answer.versions
-        assert (before, after, len(answer.token_ids)) == (3, 4, 12)
-        old = engine_of(MODEL, GLM).generate([prompt], replace(sampling, samples_per_prompt=1))
-        assert list(answer.token_ids[:begin]) == old[0].response[:begin]
-        new = await _continued(other, request, answer, begin)
-        equal = np.allclose(answer.logprobs[begin:], new.logprobs, atol=1e-5)
-        assert (answer.token_ids[begin:] == new.token_ids and equal) == again
-
-
-async def _continued(model: Any, request: Request, answer: Answer, begin: int) -> Answer:
-    context = request.token_ids + answer.token_ids[:begin]
-    async with served(engine_of(model, GLM)) as client:
-        return await client.generate(replace(request, token_ids=context, max_tokens=12 - begin))
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    async with served(engine) as client:
+        request = request_of(prompt, 0, sampling)
+        task = asyncio.create_task(client.generate(request))
+        await gate.allow(4)
+        pause = asyncio.create_task(client.post("/pause?mode=keep"))
+        await client.blocked(1)
+        gate.open()
+        assert (await pause)[0] == 200
+        worker = client.server.worker
+        await worker.call(worker.load, checkpoint(other), 4, None)
+        late = asyncio.create_task(client.generate(replace(request, request_id="late")))
+        await client.post("/resume")
+        answer = await task
+        assert {v for _, _, v in (await late).versions} == {4}
+    (_, begin, before), (_, _, after) = answer.versions
+    assert (before, after, len(answer.token_ids)) == (3, 4, 12)
+    old = engine_of(MODEL, GLM).generate([prompt], replace(sampling, samples_per_prompt=1))
+    assert list(answer.token_ids[:begin]) == old[0].response[:begin]
+    assert list(answer.token_ids[begin:]) != old[0].response[begin:]
 
 
 @asynchronous
@@ -198,7 +185,7 @@ async def test_pause_waits_for_what_runs_and_holds_what_comes():
         gate.open()
         assert (await pause)[0] == 200
         assert (await first).finish_reason in ("stop", "length")
-        assert await client.get("/is_paused") == (200, '{"is_paused": true}')
+        assert client.server.worker.state == "paused"
         assert not second.done()
         await client.post("/resume")
         assert (await second).finish_reason in ("stop", "length")
@@ -230,21 +217,20 @@ async def test_generate_aborts_for_a_client_that_goes_away():
     one, two = prompts_of([4, 5], GLM["vocab_size"])
     request = request_of(one, 0, replace(SAMPLING, stop_ids=()))
     async with served(engine) as client:
-        for stream in (True, False):
-            begun = asyncio.create_task(client.generate(replace(request, stream=stream)))
-            await gate.allow(2)
-            begun.cancel()
-            while client.server.jobs:
-                await asyncio.sleep(0.001)
-            await client.blocked(1)
-            gate.release(1)
-            while client.server.worker.busy:
-                await asyncio.sleep(0.001)
+        begun = asyncio.create_task(client.generate(request))
+        await gate.allow(2)
+        begun.cancel()
+        while client.server.jobs:
+            await asyncio.sleep(0.001)
+        await client.blocked(1)
+        gate.release(1)
+        while client.server.worker.busy:
+            await asyncio.sleep(0.001)
         gate.open()
         last = await client.generate(request_of(two, 0))
         assert not client.server.worker.busy
-        assert client.server.worker.counts["answers"] == 3
-        assert client.server.worker.counts["generation"] == 2 * 3 + len(last.token_ids)
+        assert client.server.worker.counts["answers"] == 2
+        assert client.server.worker.counts["generation"] == 3 + len(last.token_ids)
 
 
 @asynchronous
@@ -267,67 +253,6 @@ async def test_generate_aborts_what_is_added_after_its_client_went_away():
         assert client.server.worker.counts["generation"] < tokens + 150
 
 
-def test_worker_bounds_the_caches_of_requests_that_draw_in_other_ways():
-    worker = Worker(engine_of(MODEL, GLM), 200)
-    loop = asyncio.new_event_loop()
-    (prompt,) = prompts_of([4], GLM["vocab_size"])
-    ways = [replace(SAMPLING, temperature=1 + n / 10) for n in range(MOST_LANES + 1)]
-    for n, sampling in enumerate(ways[:-1]):
-        worker.add(request_of(prompt, n, sampling), loop)
-    with pytest.raises(ValueError, match=f"draw in {MOST_LANES} ways already, expected one"):
-        worker.add(request_of(prompt, 99, ways[-1]), loop)
-    worker.add(request_of(prompt, 99, ways[0]), loop)
-    loop.close()
-
-
-@asynchronous
-async def test_caches_are_found_by_trajectory_and_salt_until_reset():
-    (prompt,) = prompts_of([30], GLM["vocab_size"])
-    request = request_of(prompt, 0, max_tokens=3)
-
-    async def cached(**changes: Any) -> int | None:
-        return (await client.generate(replace(request, **changes))).cached_tokens
-
-    async with served(engine_of(MODEL, GLM)) as client:
-        assert await cached() == 0
-        assert await cached() == 29  # all but the last, whose logits are wanted
-        assert await cached(salt="4") == 0
-        assert await cached(reads_cache=False) == 0
-        assert await client.post("/reset_prefix_cache") == (200, {"success": True})
-        assert await cached() == 0
-        assert await cached(random_stream=(9, 9, 9)) == 0
-
-
-@asynchronous
-async def test_stale_caches_show_without_salt_and_reset_and_never_with_either():
-    """Otherwise a canary on this server would prove nothing."""
-    engine = engine_of(MODEL, GLM)
-    weights = {k: v + 1e-2 * torch.randn_like(v) for k, v in checkpoint(MODEL).items()}
-    (prompt,) = prompts_of([30], GLM["vocab_size"])
-    request = request_of(prompt, 0, replace(SAMPLING, stop_ids=()), max_tokens=1, top=20, salt="")
-    async with served(engine) as client:
-        await client.generate(request)
-        await client.post("/pause?mode=keep&clear_cache=false")
-        worker = client.server.worker
-        await worker.call(worker.load, weights, 4, None)
-        await client.post("/resume")
-        stale = await client.generate(request)
-        salted = await client.generate(replace(request, salt="4"))
-        await client.post("/reset_prefix_cache")
-        clean = await client.generate(request)
-    fresh = HFEngine(GLM)
-    fresh.load_weights(weights.items(), 4)
-    async with served(fresh) as client:
-        expected = await client.generate(request)
-
-    def gap(answer: Answer) -> float:
-        found = dict(answer.top[0])
-        return max(abs(found.get(t, -99) - p) for t, p in expected.top[0])
-
-    assert stale.cached_tokens == 29 and gap(stale) > 1e-3
-    assert gap(salted) < 1e-5 and gap(clean) < 1e-5
-
-
 @asynchronous
 async def test_wrong_calls_are_refused_with_a_reason():
     engine = HFEngine(GLM)
@@ -348,7 +273,7 @@ async def test_wrong_calls_are_refused_with_a_reason():
         await refused(GENERATE, [1], 400, "expected an object")
         await refused("/pause?mode=never", {}, 400, "'never'")
         await refused("/start_weight_update", {}, 409, "expected it paused")
-        await refused("/collective_rpc", {"method": "shutdown"}, 403, "weight_digests")
+        await refused("/collective_rpc", {"method": "shutdown"}, 400, "weight_digests")
         await client.post("/pause")
         await refused("/update_weights", {"update_info": {}}, 500, "not started")
         await refused("/finish_weight_update", {"weight_version": "3"}, 500, "without weights")
@@ -371,19 +296,8 @@ async def test_weights_that_make_nan_end_requests_with_an_error():
         engine.model.get_parameter("lm_head.weight").fill_(torch.nan)
     (prompt,) = prompts_of([5], GLM["vocab_size"])
     async with served(engine) as client:
-        whole = request_of(prompt, 0, stream=False).to_json()
-        status, body = await client.post(GENERATE, whole)
-        assert status == 500 and "non-finite" in body["error"]["message"], body
-        with pytest.raises(ValueError, match=r"an error|log-prob nan"):
+        with pytest.raises(ValueError, match=r"an error, .*non-finite|logprob"):
             await client.generate(request_of(prompt, 0))
-
-
-@asynchronous
-async def test_body_has_a_bound():
-    async with served(engine_of(MODEL, GLM)) as client, aiohttp.ClientSession() as http:
-        headers = {"Content-Length": str(1 << 40)}
-        async with http.post(client.url + GENERATE, data=b"", headers=headers) as reply:
-            assert reply.status == 413
 
 
 def test_embedded_says_its_address_first_and_ends_with_its_parent(tmp_path: Path):

@@ -367,7 +367,7 @@ def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[H
     """All ranks know it before; one that gathers alone would wait for the others forever."""
     read = list[int]()
     with over(engines) as engine:
-        for each in engine.router.lanes:
+        for each in engine.router.states:
             engine.loop.call_soon_threadsafe(engine.router.take_out, each, "it is lost")
         with pytest.raises(RuntimeError, match="0 of 2 servers are left"):
             engine.load_weights(((str(n), read.append(n)) for n in range(5)), 2)  # type: ignore
@@ -412,12 +412,12 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
     reasons[servers[1].address] = "its digest differs"
     engine.load_weights([], 2)
     assert engine.disproved() == (when == "after it") and not engine.disproved()
-    assert [lane.used for lane in engine.router.lanes] == [True, False]
+    assert [state.used for state in engine.router.states] == [True, False]
     for sample in engine.generate(PROMPTS, SAMPLING):
         assert_right(sample)
     assert not engines[1].asked
     reasons.clear()
-    while not engine.router.lanes[1].there:
+    while not engine.router.states[1].there:
         time.sleep(0.05)
     engine.load_weights([], 3)
     assert engine.metrics()["servers/used"] == 2
@@ -430,11 +430,11 @@ def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]
     """A server that was lost waits for a publish of all tensors."""
     with over(engines) as engine:
         engine.run(lost(engine))
-        while not engine.router.lanes[1].there:
+        while not engine.router.states[1].there:
             time.sleep(0.05)
         for version, only, used in ((2, ["a"], False), (3, ["a"], False), (4, None, True)):
             engine.load_weights([], version, only)
-            assert [lane.used for lane in engine.router.lanes] == [True, used]
+            assert [state.used for state in engine.router.states] == [True, used]
             assert (engines[0].version, engines[1].version) == (version, version if used else 1)
     servers = [Server(each.address) for each in engines]
     says = pytest.raises(RuntimeError, match="only some are sent, expected a load_weights")
@@ -443,7 +443,7 @@ def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]
 
 
 async def lost(engine: ServersEngine) -> None:
-    engine.router.take_out(engine.router.lanes[1], "it is lost")
+    engine.router.take_out(engine.router.states[1], "it is lost")
 
 
 def nonsense(field: str, value: Any) -> Any:
@@ -466,8 +466,8 @@ def test_engine_checks_routes_and_tokens_against_the_model(engines: list[HttpEng
         with over(engines) as engine:
             for sample in engine.generate([Prompt(p.id, (5, 6)) for p in PROMPTS], SAMPLING):
                 assert_right(sample)
-            assert not engine.router.lanes[1].used
-            assert re.search(message, engine.router.lanes[1].server.reason or "")
+            assert not engine.router.states[1].used
+            assert re.search(message, engine.router.states[1].server.reason or "")
 
 
 class Letters:
@@ -486,11 +486,7 @@ def test_engine_finds_a_stop_string_across_two_parts(engines: list[HttpEngine]):
         (sample,) = engine.generate(PROMPTS[:1], Sampling(10, seed=5, stop=(text[3:6],)))
         assert sample.response == tokens[:6] and sample.finish_reason == "stop"
         assert_right(sample)
-        assert not engine.router.lanes[0].used
-
-
-def test_model_counts_the_bytes_of_a_row():
-    assert MODEL.row_bytes == 4 * 2 * 6 and Model(5, 2, (), 0, 0).row_bytes == 0
+        assert not engine.router.states[0].used
 
 
 def test_turns_may_be_of_prompts_that_cannot_be_hashed(engines: list[HttpEngine]):

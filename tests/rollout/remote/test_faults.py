@@ -17,8 +17,8 @@ from pyrl_ext.rollout.remote.identity import make_identity
 from tests.helpers.server_processes import ServerProcess
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
 from tests.helpers.servers import running
-from tests.helpers.stale import StaleRoutes, server_of
 from tests.helpers.tiny import tiny_plan
+from tests.helpers.wrong_routes import StaleRoutes, server_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
 

@@ -14,29 +14,24 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import prove
 from pyrl_ext.rollout.remote.client import ServerFailed
-from pyrl_ext.rollout.remote.embedded import Server as EmbeddedServer
+from pyrl_ext.rollout.remote.embedded import EmbeddedServer
 from pyrl_ext.rollout.remote.identity import (
     Identity,
     difference,
-    identity_of,
     make_identity,
-    shapes_of,
 )
 from pyrl_ext.rollout.remote.protocol import Partial, Request
-from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
-from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
-from tests.helpers.tiny import tiny_plan
+from tests.helpers.wrong_routes import NoSuchExpert, StaleRoutes, server_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -98,7 +93,7 @@ def test_publish_gives_every_server_the_weights_and_proves_it():
                 assert digests(both.engine(number)) == digests(expected)
                 answer = both.generate(server, replace(REQUEST, salt=str(version)))
                 assert answer.versions == ((0, 4, version),)
-            through = [seen.through for seen in done.seen.values()]
+            through = [*done.seen.values()]
             assert through[0].token_ids == through[1].token_ids
             assert done.bytes > sum(w.nbytes for w in weights.values())
             assert {"pause", "start", "transfer", "finish", "reset", "resume", "canary"} == {
@@ -128,21 +123,6 @@ def test_publish_pauses_what_runs(pause: str):
         versions = {v for answer in answers for _, _, v in answer.versions}
         assert ends == ({"abort"} if pause == "abort" else {"length"})
         assert versions == ({1, 2} if pause == "keep" else {1})
-
-
-def test_publish_finds_caches_of_other_weights():
-    """Noise of 1e-4 with salts and resets both taken out; and a cache that is none."""
-    with bench(server_of(StaleKeys), EmbeddedServer, server_of(NoCache)) as three:
-        stale, good, none = three.servers
-        done = three.publish(FIRST, 1)
-        assert done.failed.keys() == {none.address}
-        assert "0 of its 40 tokens came from the cache" in done.failed[none.address]
-        with pytest.raises(ServerFailed, match="came from the cache"):  # it is paused
-            three.generate(none)
-        done = three.publish(noisy(FIRST, 1e-4), 2, [stale, good])
-        assert done.failed.keys() == {stale.address} and done.seen.keys() == {good.address}
-        assert "canary of version 2: through the cache" in done.failed[stale.address]
-        assert three.paused(0) and not three.paused(1)
 
 
 def score_of(model: Any) -> ScoreCanaries:
@@ -336,25 +316,3 @@ def test_servers_refuse_what_stock_ones_accept():
         assert one.engine(0).version == 1
         call(protocol.RESUME)
         assert one.generate(server).versions == ((0, 4, 1),)
-
-
-def test_Publisher_leaves_no_cache_of_a_trainer_before_it():
-    """A run that resumes has other weights of versions that its servers know; `keep` keeps caches,
-    and salts name versions."""
-    plan = tiny_plan("rollout.servers=['http://127.0.0.1:1']", "rollout.pause=keep")
-    engine = build_in_this_process(plan, torch.device("cpu"))
-    assert isinstance(engine, HFEngine)
-    shapes = shapes_of(plan)
-    request = replace(REQUEST, salt="3")
-    with ExitStack() as stack:
-        client = stack.enter_context(running(engine, 500))
-        client.server.identity = identity_of(plan)
-        trainer = Trainer(stack, [client.url])
-        (server,) = trainer.servers
-        for _ in range(2):
-            publisher = Publisher(plan, torch.device("cpu"))
-            publisher.loop = trainer.loop
-            named = ((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
-            assert not publisher([server], named, 3, None)
-            assert not publisher.prove(3, None)
-            assert [trainer.generate(server, request).cached_tokens for _ in "ab"] == [0, 16]

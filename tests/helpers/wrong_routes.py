@@ -1,4 +1,4 @@
-"""Servers whose caches outlive the weights: what the canary has to find."""
+"""Servers whose routes are wrong, which the canary has to find."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.embedded import Server
-from pyrl_ext.rollout.remote.lanes import Job
+from pyrl_ext.rollout.remote.embedded import EmbeddedServer
+from pyrl_ext.rollout.remote.embedded_worker import Job, Worker
 from pyrl_ext.rollout.remote.protocol import Answer, Request
-from pyrl_ext.rollout.remote.worker import Worker
-
-
-class StaleKeys(Worker):
-    """Neither salts nor resets part what is cached from what earlier weights left there."""
-
-    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
-        return super().add(replace(request, salt=""), loop)
-
-    def _forget(self) -> None:
-        pass
 
 
 class StaleRoutes(Worker):
@@ -64,19 +53,11 @@ class NoSuchExpert(Worker):
         return job
 
 
-class NoCache(Worker):
-    """Every request is computed anew."""
-
-    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
-        self._forget()
-        return super().add(request, loop)
-
-
-def server_of(kind: type[Worker]) -> Callable[[HFEngine, int], Server]:
+def server_of(kind: type[Worker]) -> Callable[[HFEngine, int], EmbeddedServer]:
     """A server with this worker."""
 
-    def build(engine: HFEngine, max_tokens: int) -> Server:
-        server = Server(engine, max_tokens)
+    def build(engine: HFEngine, max_tokens: int) -> EmbeddedServer:
+        server = EmbeddedServer(engine, max_tokens)
         server.worker = kind(engine, max_tokens)
         return server
 

@@ -1,0 +1,173 @@
+"""Access to the paths of an engine's server: one table, for vLLM's server and the embedded one.
+
+vLLM's own ``--api-key`` protects some paths only; whoever reaches the others can change the
+weights. Here a path is served if it is in the table, spelled exactly so, and the caller has a key
+for it. There are two keys: `generate` for those who ask for tokens, `control` for the trainer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pyrl_ext.rollout.remote import protocol
+
+KEYS_VARIABLE = "PYRL_SERVER_KEYS"  # the folder; empty: none
+MIN_KEY_LENGTH = 32  # [characters]
+Role = Literal["nobody", "generate", "control"]
+
+# path -> (method, role that it needs); `control` opens what `generate` does
+TABLE: dict[str, tuple[str, Role]] = {
+    protocol.HEALTH: ("GET", "nobody"),
+    protocol.METRICS: ("GET", "generate"),
+    protocol.WEIGHT_INFO: ("GET", "generate"),
+    protocol.GENERATE: ("POST", "generate"),
+    protocol.PAUSE: ("POST", "control"),
+    protocol.RESUME: ("POST", "control"),
+    protocol.START: ("POST", "control"),
+    protocol.UPDATE: ("POST", "control"),
+    protocol.FINISH: ("POST", "control"),
+    protocol.RESET: ("POST", "control"),
+    protocol.RPC: ("POST", "control"),
+}
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The secrets of servers.
+
+    Args:
+        generate: for requests
+        control: for everything else; None: servers ask for no key
+    """
+
+    generate: str | None = None
+    control: str | None = None
+
+    @classmethod
+    def read(cls, folder: str | Path | None) -> Keys:
+        """The files generate and control of ``folder``; None: servers ask for none.
+
+        Raises: ValueError for keys that are missing, short or equal.
+        """
+        if folder is None:
+            return cls()
+        generate, control = (_read_key(Path(folder) / name) for name in ("generate", "control"))
+        if generate == control:
+            raise ValueError(f"rollout.keys: {folder}/generate and control are equal, expected two")
+        return cls(generate, control)
+
+    def role(self, authorization: str) -> Role:
+        """The role of a request with this header."""
+        if self.generate is None or self.control is None:
+            return "control"
+        given = authorization.encode()
+        is_control = hmac.compare_digest(given, f"Bearer {self.control}".encode())
+        is_generate = hmac.compare_digest(given, f"Bearer {self.generate}".encode())
+        return "control" if is_control else "generate" if is_generate else "nobody"
+
+
+def _read_key(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"rollout.keys: {path}, {error}, expected a file with a key") from None
+    if len(text) < MIN_KEY_LENGTH or not text.isprintable() or " " in text:
+        raise ValueError(
+            f"rollout.keys: {path} has {len(text)} characters, expected at least {MIN_KEY_LENGTH} "
+            "printable ones without spaces. Make one with: openssl rand -hex 32"
+        )
+    return text
+
+
+def server_keys(folder: str | Path | None, host: str) -> Keys:
+    """The keys of a server that listens on ``host``.
+
+    Raises: ValueError as `Keys.read`; for an address without keys that other machines reach.
+    """
+    if folder is None and not is_loopback(host):
+        raise ValueError(
+            f"serve: address {host} without keys, expected a loopback address; whoever reaches it "
+            "could change the weights. Set rollout.keys"
+        )
+    return Keys.read(folder)
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def refusal(
+    keys: Keys, method: str, path: str, authorization: str, has_origin: bool
+) -> tuple[int, str] | None:
+    """Status and reason of a refused request; None: it is served.
+
+    Args:
+        path: as the client wrote it, without the query
+        has_origin: a page in a browser sent it
+    """
+    expected_method, needed = TABLE.get(path, ("", "control"))
+    role = keys.role(authorization)
+    if role == "nobody" and needed != "nobody":
+        return 401, "no valid key, expected one in the Authorization header"
+    if not expected_method:
+        return 403, "this path is not served"
+    if needed == "control" and role == "generate":
+        return 403, "the key for generating does not open this path"
+    if method != expected_method:
+        return 405, f"{method}, expected {expected_method}"
+    if has_origin:
+        return 403, "a page in a browser asks, expected a trainer"
+    return None
+
+
+def refusal_body(status: int, reason: str) -> bytes:
+    """The body of a refusal."""
+    return json.dumps({"error": {"message": reason, "code": status}}).encode()
+
+
+class Auth:
+    """ASGI middleware, `--middleware pyrl_ext.rollout.remote.auth.Auth` of vLLM. The folder of keys
+    is in the environment: arguments can be seen by others.
+
+    Raises: ValueError as `Keys.read`.
+    """
+
+    def __init__(self, app: App):
+        self.app = app
+        self.keys = Keys.read(os.environ.get(KEYS_VARIABLE) or None)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        refused = None if scope["type"] == "lifespan" else self._refusal(scope)
+        if refused is None:
+            return await self.app(scope, receive, send)
+        status, reason = refused
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal_body(status, reason)})
+
+    def _refusal(self, scope: Any) -> tuple[int, str] | None:
+        if scope["type"] != "http":
+            return 403, "http only"
+        host, _ = scope.get("server") or ("", 0)
+        if self.keys.control is None and not is_loopback(host):
+            return 403, f"reached over {host} without keys, expected a loopback address"
+        raw = scope.get("raw_path", b"").decode("latin-1").partition("?")[0]
+        path = raw if raw == scope["path"] and not scope.get("root_path") else ""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        return refusal(self.keys, scope["method"], path, authorization, b"origin" in headers)
