@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.process.channel import Kind
-from pyrl_ext.rollout.process.sender import Incoming, Sender
+from pyrl_ext.rollout.process.sender import Incoming, Kind, Sender
 
 BAR = 2.0  # copies
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import subprocess
@@ -13,17 +12,14 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from select import POLLOUT, poll
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.parallel.heartbeat import INTERVAL, SILENT, MissedBeats
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
-from pyrl_ext.rollout.process.channel import Kind, recv, send
-from pyrl_ext.rollout.process.sender import Readable, ReaderLost, Sender
-from pyrl_ext.rollout.process.server import BEATS, Build, Call, Failure, Result, Stop, Turns, unpack
+from pyrl_ext.rollout.process.sender import Kind, Readable, ReaderLost, Sender, recv, send
+from pyrl_ext.rollout.process.server import Build, Call, Failure, Result, Stop, Turns, unpack
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 
 PATIENCE = 10.0  # for the process to end by itself [s]
@@ -33,8 +29,8 @@ LOG_LINES = 20  # last lines of its log that an error shows
 class ProcessEngine(Engine):
     """Starts a process that builds an engine, forwards calls to it, and ends it.
 
-    The process ends when this one does, however that happens; when it dies or hangs, whoever waits
-    for it gets an error. It starts in the background; the first call waits for it.
+    The process ends when this one does, however that happens; when it dies, whoever waits for
+    it gets an error. It starts in the background; the first call waits for it.
 
     Args:
         build:        returns the engine; a function that the process can import, called there.
@@ -62,27 +58,22 @@ class ProcessEngine(Engine):
         self.log = Path(log)
         self._sender = Sender(transport, bucket_bytes, readers, device)
         self._connection, theirs = Pipe()
-        page = os.memfd_create("pyrl-beats")
-        os.ftruncate(page, BEATS.size)
-        self._beats = mmap.mmap(page, BEATS.size)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._log_start = output.tell()  # an earlier run in this folder wrote what is before
-            numbers = (os.getpid(), theirs.fileno(), page)
+            numbers = (os.getpid(), theirs.fileno())
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pyrl_ext.rollout.process.server", *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=numbers[1:],
+                pass_fds=[theirs.fileno()],
                 env=_environment() | dict(environment or {}),
                 start_new_session=True,  # Ctrl-C is for the trainer
             )
         theirs.close()
-        os.close(page)
         self._ended = os.pidfd_open(self.process.pid)
         self._pending = 0  # calls without a result so far
-        self._hangs = False  # then nobody waits for it again until the next call
         self._capabilities: Capabilities | None = None
         self._request(Build(build, arguments))
 
@@ -109,7 +100,7 @@ class ProcessEngine(Engine):
             version: kept on each sample
             only: see `Engine.load_weights`
 
-        Raises: what the engine raises; RuntimeError when its process dies or hangs; what ``named``
+        Raises: what the engine raises; RuntimeError when its process dies; what ``named``
             raises, after the engine has been told that no more will come.
         Communicates: every byte once to each process of the engine.
         """
@@ -124,8 +115,7 @@ class ProcessEngine(Engine):
         except BaseException:
             self._sender.drop()
             with suppress(Exception):  # the engine's error says that the weights stopped coming
-                if not self._hangs:
-                    self._result(call)
+                self._result(call)
             raise
         self._result(call)
 
@@ -136,7 +126,7 @@ class ProcessEngine(Engine):
 
         Images are decoded in this process, which keeps them for the samples.
 
-        Raises: what the engine raises; RuntimeError when its process dies or hangs; DataError for
+        Raises: what the engine raises; RuntimeError when its process dies; DataError for
             an image that cannot be decoded.
         """
         images = {p.id: tuple(each.load() for each in p.images) for p in prompts}
@@ -154,7 +144,7 @@ class ProcessEngine(Engine):
         Images are decoded in this process, once a prompt. If the stream is closed early, the engine
         stops before its next forward.
 
-        Raises: what the engine and the feed raise; RuntimeError when its process dies or hangs;
+        Raises: what the engine and the feed raise; RuntimeError when its process dies;
             DataError for an image that cannot be decoded.
         """
         images: dict[int, tuple[Image, ...]] = {}
@@ -197,13 +187,9 @@ class ProcessEngine(Engine):
         """Ends a stream that was closed early."""
         if not self._pending or self.process.poll() is not None:
             return
-        room = poll()  # of the pipe to a process that hangs, which may go on later
-        room.register(self._connection, POLLOUT)
-        if not self._hangs or room.poll(0):
-            with suppress(OSError):
-                send(self._connection, Stop())
-        if not self._hangs:
-            self._result(call)
+        with suppress(OSError):
+            send(self._connection, Stop())
+        self._result(call)
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that the engine took, computed there."""
@@ -276,23 +262,14 @@ class ProcessEngine(Engine):
         """Those of ``readable`` that can be read, as soon as there are some.
 
         Raises: _MessageWaits when the engine sent a message instead; RuntimeError when its process
-            ended, or sent no heartbeat while this one was awake to see it.
+            ended.
         """
-        missed = MissedBeats()
-        self._hangs = False
-        while True:
-            ready = wait([*readable, self._connection, self._ended], INTERVAL)
-            if self._connection in ready:
-                raise _MessageWaits
-            if self._ended in ready:
-                raise self._died(call)
-            if ready:
-                return ready
-            (beats,) = BEATS.unpack_from(self._beats)
-            # none before the first beat: Python itself takes long to start
-            if missed.see(beats or None) >= SILENT:
-                self._hangs = True
-                raise self._error(call, f"sent no heartbeat for {SILENT * INTERVAL:.0f} s")
+        ready = wait([*readable, self._connection, self._ended])
+        if self._connection in ready:
+            raise _MessageWaits
+        if self._ended in ready:
+            raise self._died(call)
+        return ready
 
     def _died(self, call: str) -> RuntimeError:
         """The error for a closed connection; waits briefly for the process's exit code."""

@@ -2,38 +2,53 @@
 
 The sender fills one buffer while the readers empty the other. A reader requests each bucket over a
 socket; requesting the next one acknowledges the previous one. The answer is the bucket (names,
-types, shapes, places), and its bytes come through the `Channel`. A socket that closes ends the
-transfer on both sides. If the engine consists of several processes, each of them reads everything.
+types, shapes, places), and its bytes come through shared memory, CUDA IPC or a broadcast. A socket
+that closes ends the transfer on both sides. If the engine consists of several processes, each of
+them reads everything.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import ClassVar, NamedTuple
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of
-from pyrl_ext.rollout.process.channel import (
-    Broadcast,
-    Channel,
-    CudaIpc,
-    Kind,
-    SharedMemory,
-    recv,
-    send,
-)
+from pyrl_ext.parallel.external_groups import gloo_group, listening, store_of
+from pyrl_ext.parallel.shared_memory import SharedBlock, map_file
+
+Kind = Literal["shm", "ipc", "broadcast"]
+LOOPBACK = "127.0.0.1"
+BROADCAST_TIMEOUT = timedelta(minutes=10)
 
 Readable = Connection | socket.socket | int
 # Waits until one of these can be read and returns those that can; raises if none ever will.
 Wait = Callable[[Sequence[Readable]], Sequence[object]]
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send one object. Not `Connection.send`, because torch changes how that pickles."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def recv[T](connection: Connection, *kinds: type[T]) -> T:
+    """Receive one object of these kinds. Raises: EOFError or OSError when the other end is gone."""
+    message = pickle.loads(connection.recv_bytes())
+    assert isinstance(message, kinds), f"{type(message).__name__}, expected one of {kinds}"
+    return message
 
 
 class ReaderLost(Exception):
@@ -41,15 +56,18 @@ class ReaderLost(Exception):
 
 
 class Hello(NamedTuple):
-    """The first message that a reader gets: how to make its end of the channel."""
+    """The first message that a reader gets.
+
+    Args:
+        port: of a broadcast's store
+        rank, size: of the reader in the broadcast, and of the broadcast
+    """
 
     kind: Kind
     device: str
-    size: int
-    """processes of the channel, the sender first"""
+    port: int
     rank: int
-    port: int | None
-    """of a broadcast's store"""
+    size: int
 
 
 class Next(NamedTuple):
@@ -77,6 +95,37 @@ class Handover:
     bucket: Bucket
 
 
+class Broadcast:
+    """A process group of one sender and its readers: gloo on a CPU, NCCL between GPUs.
+
+    It is separate from torch's default group, which sender and readers may each have.
+    """
+
+    def __init__(self, device: torch.device, size: int, rank: int = 0, port: int = 0) -> None:
+        self.device = device
+        self.size = size
+        self.rank = rank
+        door = listening(LOOPBACK) if rank == 0 else None
+        port = door.getsockname()[1] if door else port
+        self._store = store_of(LOOPBACK, port, size, BROADCAST_TIMEOUT, door)
+        self.port: int = self._store.port
+        self._group: Any = None  # torch's stubs lack its methods
+
+    def start(self, buffer: Tensor) -> dist.Work:
+        """Begin to transfer a buffer from the sender. Waits at its first use until all joined."""
+        if self._group is None:
+            member = (self._store, self.rank, self.size)
+            if on_gpu(self.device):
+                self._group = dist.ProcessGroupNCCL(*member, dist.ProcessGroupNCCL.Options())
+            else:
+                self._group = gloo_group(*member, LOOPBACK, BROADCAST_TIMEOUT)
+        return self._group.broadcast(buffer, 0)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+
 class Sender:
     """The end that has the weights.
 
@@ -86,6 +135,9 @@ class Sender:
         bucket_bytes: of each of the two buffers; they grow to the largest bucket.
         readers:      processes that read every tensor.
         device:       of the tensors; with "shm" the CPU.
+
+    Attributes:
+        buffers: uint8 memory of both.
     """
 
     def __init__(
@@ -99,8 +151,14 @@ class Sender:
         self.bucket_bytes = bucket_bytes
         self.readers = readers
         self.device = torch.device(device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._blocks: dict[int, SharedBlock] = {}
+        self._broadcast: Broadcast | None = None
+        self._sending: dist.Work | None = None
         self._door: socket.socket | None = None
-        self._channel: Channel | None = None
         self._connections: list[Connection] = []
         # the buffer that is being filled
         self._index = 0
@@ -120,18 +178,19 @@ class Sender:
 
         Args:
             named: (name, tensor of ``device``); a tensor is copied before the next is asked for,
-                and a `BucketStream` writes its buckets into the channel's memory itself
+                and a `BucketStream` writes its buckets into the shared memory itself
             wait:  how to wait for readers, `multiprocessing.connection.wait` at its simplest
 
         Raises: ReaderLost when a reader left; what ``named`` and ``wait`` raise. Call `drop` then.
-        Communicates: every byte once to every reader.
+        Communicates: every byte once to every reader. Syncs: with "ipc", once a bucket.
         """
         if not self._connections:
-            with _readers():
+            with _lost_readers():
                 self._meet(wait)
         for bucket, _ in buckets_of(named, self.bucket_bytes, self._allocate):
-            self._hand_over(bucket, wait)
-        with _readers():
+            with _lost_readers():
+                self._hand_over(bucket, wait)
+        with _lost_readers():
             self._await_requests(wait)
             self._send_all(End())
 
@@ -141,18 +200,17 @@ class Sender:
             connection.close()
         if self._door is not None:
             self._door.close()
-        if self._channel is not None:
-            self._channel.close()
-        self._door = None
-        self._channel = None
-        self._connections = []
+        if self._broadcast is not None:
+            self._broadcast.close()
+        for block in self._blocks.values():
+            block.close()
+        self._reset()
 
     def _meet(self, wait: Wait) -> None:
         assert self._door is not None, "Sender.send: no reader was given `incoming`"
+        size = 1 + self.readers
         if self.kind == "broadcast":
-            self._channel = Broadcast(self.device, 1 + self.readers)
-        else:
-            self._channel = SharedMemory() if self.kind == "shm" else CudaIpc()
+            self._broadcast = Broadcast(self.device, size)
         while len(self._connections) < self.readers:
             wait([self._door])
             reader, _ = self._door.accept()
@@ -161,39 +219,51 @@ class Sender:
                 reader.close()  # another user of this machine
                 continue
             self._connections.append(Connection(reader.detach()))
-            port = self._channel.port if isinstance(self._channel, Broadcast) else None
-            size = 1 + self.readers
+            port = 0 if self._broadcast is None else self._broadcast.port
             rank = len(self._connections)
-            send(self._connections[-1], Hello(self.kind, self.device.type, size, rank, port))
+            send(self._connections[-1], Hello(self.kind, self.device.type, port, rank, size))
 
     def _allocate(self, size: int) -> Tensor:
         """The buffer that the readers are done with."""
-        assert self._channel is not None
-        self._index = 1 - self._index
-        buffer = self._channel.buffers.get(self._index)
-        self._is_new = buffer is None or len(buffer) < size
+        index = self._index = 1 - self._index
+        self._is_new = len(self.buffers[index]) < size
         if self._is_new:
-            self._channel.allocate(self._index, max(size, self.bucket_bytes))
-        return self._channel.buffers[self._index]
+            size = max(size, self.bucket_bytes)
+            if self.kind == "shm":
+                if index in self._blocks:
+                    self._blocks.pop(index).close()
+                self._blocks[index] = SharedBlock(size)
+                self.buffers[index] = self._blocks[index].memory
+            else:
+                self.buffers[index] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.buffers[index]
 
     def _hand_over(self, bucket: Bucket, wait: Wait) -> None:
-        channel = self._channel
         index = self._index
-        assert channel is not None
-        with _readers():
-            channel.flush()
-            self._await_requests(wait)
-            self._send_all(Handover(index, len(channel.buffers[index]), self._is_new, bucket))
-            for connection in self._connections if self._is_new else ():
-                channel.export(index, connection)
-            channel.send(index, bucket.bytes)
+        buffer = self.buffers[index]
+        if self._sending is not None:
+            try:
+                self._sending.wait()
+            except RuntimeError as error:  # gloo's kind of error for a lost connection
+                raise ConnectionError(str(error)) from error
+        if self.kind == "ipc":  # the two processes have no stream in common
+            torch.cuda.synchronize()
+        self._await_requests(wait)
+        self._send_all(Handover(index, len(buffer), self._is_new, bucket))
+        for connection in self._connections if self._is_new else ():
+            if self.kind == "shm":
+                send_handle(connection, self._blocks[index].file, None)
+            elif self.kind == "ipc":
+                send(connection, buffer.untyped_storage()._share_cuda_())
+        if self._broadcast is not None:
+            self._sending = self._broadcast.start(buffer[: bucket.bytes])
 
     def _await_requests(self, wait: Wait) -> None:
         """Returns when all readers are done with the bucket they have."""
         missing = list(self._connections)
         while missing:
             ready = wait(missing)
-            for connection in [each for each in missing if each in ready]:
+            for connection in [reader for reader in missing if reader in ready]:
                 recv(connection, Next)
                 missing.remove(connection)
 
@@ -203,8 +273,8 @@ class Sender:
 
 
 @contextmanager
-def _readers() -> Iterator[None]:
-    """Turns the system's errors about a lost reader into `ReaderLost`."""
+def _lost_readers() -> Iterator[None]:
+    """Turns the errors about a lost reader into `ReaderLost`."""
     try:
         yield
     except (EOFError, OSError) as error:
@@ -245,20 +315,20 @@ class Reader:
         door.connect(address)
         self.address = address
         self.connection = Connection(door.detach())
-        hello = recv(self.connection, Hello)
-        if hello.port is not None:
-            device = torch.device(hello.device)
-            self.channel: Channel = Broadcast(device, hello.size, hello.rank, hello.port)
-        else:
-            self.channel = SharedMemory() if hello.kind == "shm" else CudaIpc()
+        self._hello = recv(self.connection, Hello)
+        self._buffers: dict[int, Tensor] = {}
+        self._broadcast: Broadcast | None = None
+        if self._hello.kind == "broadcast":
+            _, device, port, rank, size = self._hello
+            self._broadcast = Broadcast(torch.device(device), size, rank, port)
         self.connected[address] = self
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of one transfer."""
         count = 0
-        channel = self.channel
         while True:
-            channel.flush()
+            if self._hello.kind == "ipc":
+                torch.cuda.synchronize()
             try:
                 send(self.connection, Next())
                 handover = recv(self.connection, Handover, End)
@@ -268,16 +338,34 @@ class Reader:
                 ) from error
             if isinstance(handover, End):
                 return
-            index = handover.index
             bucket = handover.bucket
             if handover.is_new:
-                channel.open(index, handover.size, self.connection)
-            channel.recv(index, bucket.bytes)
+                self._buffers[handover.index] = self._open(handover.size)
+            buffer = self._buffers[handover.index]
+            if self._broadcast is not None:
+                self._broadcast.start(buffer[: bucket.bytes]).wait()
             for slot in bucket.slots:
-                yield slot.name, slot.view(channel.buffers[index])
+                yield slot.name, slot.view(buffer)
             count += len(bucket.slots)
+
+    def _open(self, size: int) -> Tensor:
+        """The buffer that the sender exports."""
+        if self._hello.kind == "shm":
+            file = recv_handle(self.connection)
+            memory = map_file(file, size)
+            os.close(file)  # the mapping keeps the memory
+            return memory
+        if self._hello.kind == "broadcast":
+            return torch.empty(size, dtype=torch.uint8, device=self._hello.device)
+        torch.cuda.init()
+        # its GPU number is the sender's; here is one GPU
+        _, *handle = recv(self.connection, tuple)
+        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
+        empty = torch.empty(0, dtype=torch.uint8, device="cuda")
+        return empty.set_(storage, 0, (size,), (1,))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.connected.pop(self.address, None)
         self.connection.close()
-        self.channel.close()
+        if self._broadcast is not None:
+            self._broadcast.close()

@@ -6,16 +6,12 @@ It talks only to the `ProcessEngine` that started it, over a socket that it inhe
 from __future__ import annotations
 
 import ctypes
-import itertools
-import mmap
 import os
 import pickle
 import queue
 import signal
-import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
@@ -26,12 +22,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from pyrl_ext.parallel.heartbeat import INTERVAL
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.process.channel import recv, send
+from pyrl_ext.rollout.process.sender import recv, send
 from pyrl_ext.samples import PromptImage, Sample, Turn
 
-BEATS = struct.Struct("Q")  # count of heartbeats, in memory that both processes map
 _PR_SET_PDEATHSIG = 1
 # Kinds of errors that the trainer gets as they are; others become a RuntimeError with their name.
 PLAIN = {kind.__name__: kind for kind in (ValueError, RuntimeError, FloatingPointError, OSError)}
@@ -222,16 +216,9 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _beat(page: mmap.mmap) -> None:
-    for beats in itertools.count(1):
-        BEATS.pack_into(page, 0, beats)
-        time.sleep(INTERVAL)
-
-
 def main() -> None:
-    parent, connection, page = map(int, sys.argv[1:])
+    parent, connection = map(int, sys.argv[1:])
     end_with(parent)
-    threading.Thread(target=_beat, args=(mmap.mmap(page, BEATS.size),), daemon=True).start()
     serve(Connection(connection))
     sys.stderr.flush()
     os._exit(0)  # an engine may leave threads that do not end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.remote.auth import Keys
@@ -32,7 +31,6 @@ def build_servers_engine(
     model = Model.of(plan)
     keys = Keys.read(rollout.keys)
     silence = rollout.request_timeout
-    folder = plan.tokenizer_path if rollout.stop else None
     return ServersEngine(
         [Server(address, keys, silence) for address in plan.addresses],
         model,
@@ -40,7 +38,6 @@ def build_servers_engine(
         max_num_seqs=plan.max_num_seqs,
         min_servers=rollout.min_servers,
         patience=rollout.publish_timeout,
-        tokenizer=load_tokenizer(folder) if folder else None,
         group=group,
         keep=KeptBuckets(rollout.bucket_bytes, device) if plan.rollout.publishes_beside else None,
         thread_group=beside,

@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, require_weights
-from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.parts import Parts
@@ -44,7 +42,6 @@ class ServersEngine(Engine):
         max_num_seqs: samples that a server runs at once
         min_servers: the run stops when fewer are left
         patience: time for the first servers to answer [s]
-        tokenizer: for stop strings that a new part of a response completes
         group: of all ranks with such an engine; None: this process alone
         keep, thread_group: as for `WeightSync`
     """
@@ -58,7 +55,6 @@ class ServersEngine(Engine):
         max_num_seqs: int = 128,
         min_servers: int = 1,
         patience: float = 600.0,
-        tokenizer: Tokenizer | None = None,
         group: dist.ProcessGroup | None = None,
         keep: KeptBuckets | None = None,
         thread_group: dist.ProcessGroup | None = None,
@@ -66,7 +62,6 @@ class ServersEngine(Engine):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.model = model
         self.group = group
-        self.tokenizer = tokenizer
         self.version: int | None = None
         self._streams: set[Stream] = set()
         # prompts; guarded, as are the streams
@@ -179,8 +174,7 @@ class ServersEngine(Engine):
         """Draws `samples_per_prompt` responses to every prompt; yields them as they finish.
 
         Raises: RuntimeError when no weights were sent, or too few servers are left; Refused for a
-            request that no server takes; ValueError for images, kept sets, or stop strings without
-            a tokenizer.
+            request that no server takes; ValueError for images and kept sets.
         """
         yield from self._run(AllAtOnce(prompts, sampling), sampling, "stream")
 
@@ -194,7 +188,6 @@ class ServersEngine(Engine):
     def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
         where = f"ServersEngine.{call}"
         require_weights(where, self.version, "no weights were sent yet")
-        need_tokenizer(where, sampling, self.tokenizer)
         if sampling.sampling_mask:
             raise ValueError(f"{where}: kept sets, expected none: servers do not return them")
         stream = Stream(self.loop, self.router)
@@ -217,7 +210,7 @@ class ServersEngine(Engine):
                 if stream.left:
                     stream.wait(feed.fileno() if is_open else None)
                 for turn, parts in stream.taken():
-                    sample = self._sample(stream, turn, parts, sampling)
+                    sample = self._sample(stream, turn, parts)
                     if is_open:
                         stream.before[turn.prompt.id, turn.index] = sample
                     yield sample
@@ -259,9 +252,7 @@ class ServersEngine(Engine):
             routes_from=known,
         )
 
-    def _sample(self, stream: Stream, turn: Turn, parts: Parts, sampling: Sampling) -> Sample:
-        if sampling.stop and parts.seams:
-            self._stop(parts, sampling)
+    def _sample(self, stream: Stream, turn: Turn, parts: Parts) -> Sample:
         start = len(turn.prompt.tokens)
         tokens = torch.tensor((*turn.prompt.tokens, *parts.token_ids))
         places = torch.arange(len(tokens))
@@ -309,19 +300,6 @@ class ServersEngine(Engine):
         rows = parts.routes[: parts.rows, list(self.model.layer_ids)].astype(np.int32)
         routes[known : size - 1] = torch.from_numpy(rows).to(routes.dtype)
         return routes
-
-    def _stop(self, parts: Parts, sampling: Sampling) -> None:
-        """Ends a response where a stop string is complete that began in an earlier part of it:
-        the server that generated the end did not look there."""
-        stops = StopStrings(self.tokenizer, sampling.stop)
-        for seam in parts.seams:
-            last = min(seam + stops.window - 1, len(parts.token_ids))
-            for count in range(seam + 1, last + 1):
-                tail = parts.token_ids[max(count - stops.window, 0) : count]
-                if stops.complete([tail])[0]:
-                    parts.cut(count)
-                    parts.finish_reason = "stop"
-                    return
 
 
 def _allow_files(connections: int) -> None:

@@ -23,7 +23,6 @@ class Parts:
         routes: [rows, layers, K] of the tokens from ``request.routes_from`` on; a row is that of
             the server that read its token first
         finish_reason: None: something is missing
-        seams: number of tokens where each further part begins
     """
 
     request: Request
@@ -32,12 +31,18 @@ class Parts:
     versions: list[Span] = field(default_factory=list[Span])
     routes: np.ndarray | None = None
     finish_reason: str | None = None
-    seams: list[int] = field(default_factory=list[int])
     _asked: int = 0
 
     def rest(self, salt: str) -> Request:
-        """The request for what is missing; its random stream goes on at the next token."""
+        """The request for what is missing; its random stream continues at the next token.
+
+        A server looks for stop strings in its own tokens alone, so the last tokens of the parts
+        before are sampled again: each has at least one byte.
+        """
         request = self.request
+        window = max((len(text.encode()) for text in request.stop), default=1) - 1
+        if self.token_ids and window:
+            self.cut(max(len(self.token_ids) - window, 0))
         rows = 0 if self.routes is None else len(self.routes)
         self._asked += 1
         if self._asked == 1:
@@ -94,8 +99,6 @@ class Parts:
         before = len(self.token_ids)
         self.token_ids += tokens
         self.logprobs += logprobs
-        if before and len(self.token_ids) > before:
-            self.seams.append(before)
         for begin, end, version in versions:
             if self.versions and self.versions[-1][2] == version:
                 begin = self.versions.pop()[0] - before

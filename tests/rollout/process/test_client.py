@@ -4,7 +4,6 @@ or a publish may end."""
 from __future__ import annotations
 
 import dataclasses
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,9 +21,8 @@ from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.process import client
-from pyrl_ext.rollout.process.channel import Kind
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
+from pyrl_ext.rollout.process.sender import Kind
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from pyrl_ext.train.loop import train
 from tests.helpers.engines import (
@@ -280,33 +278,7 @@ def test_generate_raises_the_error_of_the_process(engine: ProcessEngine):
     assert len(engine.generate(PROMPTS, Sampling(4))) == len(PROMPTS)
 
 
-# processes that hang or die ----------------------------------------------------------------------
-
-
-def test_generate_tells_a_process_that_hangs_from_one_that_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(client, "SILENT", 2)
-    engine = ProcessEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
-    assert engine.generate([], Sampling(1, seed=3)) == []  # longer than the patience
-    engine.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
-        engine.generate([], Sampling(1))
-    engine.process.send_signal(signal.SIGCONT)
-    assert engine.generate([], Sampling(1)) == []
-    never = ScriptedFeed(first_turns(PROMPTS, 1, 1), lambda _: None)
-    silent = threading.Timer(3, engine.process.send_signal, (signal.SIGSTOP,))
-    silent.start()
-    with pytest.raises(RuntimeError, match=r"answer: .* sent no heartbeat for 2 s"):
-        list(engine.answer(never, Sampling(1)))
-    assert silent.finished.is_set(), "waiting for turns is no silence"
-    engine.process.send_signal(signal.SIGCONT)
-    assert engine.generate([], Sampling(1)) == []
-    engine.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
-        engine.generate([], Sampling(1))
-    engine.close()
-    assert engine.process.returncode == -signal.SIGKILL
+# processes that die ----------------------------------------------------------------------
 
 
 def test_generate_names_a_process_that_was_killed(tmp_path: Path):

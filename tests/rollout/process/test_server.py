@@ -21,11 +21,8 @@ ROOT = Path(__file__).parents[3]
 PARENT = """
 import sys, time
 from pyrl_ext.rollout.process.client import ProcessEngine
-from pyrl_ext.rollout.process.server import BEATS
 
 engine = ProcessEngine(time.sleep, (3600,), transport="shm", log=sys.argv[1])
-while BEATS.unpack_from(engine._beats) == (0,):
-    time.sleep(0.01)
 print(engine.process.pid, flush=True)
 time.sleep(3600)
 """
