@@ -33,7 +33,7 @@ def build_engine(
     transport = plan.transport
     number = plan.engine_of_rank[rank]
     if transport == "servers":
-        from pyrl_ext.rollout.remote.build import build_servers_engine  # needs aiohttp
+        from pyrl_ext.rollout.remote.engine import build_servers_engine  # needs aiohttp
 
         return build_servers_engine(plan, device, *groups)
     if plan.rollout.engine == "recorded":  # takes no weights; an idle rank would wait for them

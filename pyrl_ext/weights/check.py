@@ -249,11 +249,11 @@ def check_batch(
         print(f"step {step}: no loss token is of this version: nothing to compare", flush=True)
     if mean <= limit:
         return
-    found = gather_objects((_largest(shard, logprobs, gap), find_mismatches()), topo.world)
-    _, largest = max((each for each, _ in found), key=lambda each: each[0])
+    reports = gather_objects((_largest(shard, logprobs, gap), find_mismatches()), topo.world)
+    _, largest = max((place for place, _ in reports), key=lambda place: place[0])
     wrong = {
         f"rank {rank}: {name}": problem
-        for rank, (_, problems) in enumerate(found)
+        for rank, (_, problems) in enumerate(reports)
         for name, problem in problems.items()
     }
     raise RuntimeError(

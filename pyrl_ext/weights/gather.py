@@ -104,8 +104,7 @@ def plan_buckets(
         only:  checkpoint names that are wanted, of this table and others; None: all.
         module: whose table it is.
     """
-    known = {name for row in table for name in row.hf_names}
-    wanted = known if only is None else known & only
+    wanted = {name for row in table for name in row.hf_names if only is None or name in only}
     rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
     types = [dtype or (torch.float32 if r.float32 else dtype_of(plan.model.dtype)) for r in rows]
     typed = list(zip(rows, types))
@@ -160,13 +159,13 @@ def _stages(plan: Plan, module: str) -> dict[str, int]:
     for stage, chunks in enumerate(plan.stages):
         for chunk in chunks:
             ids = *chunk.layers, *(layers + i for i in range(chunk.mtp))
-            here = [f"decoder.layers.{i}" for i in ids]
-            here += [f"mtp.layers.{i}" for i in range(chunk.mtp)]
-            here += ["embedding"] * chunk.embedding + ["output_layer"] * chunk.loss
+            names = [f"decoder.layers.{i}" for i in ids]
+            names += [f"mtp.layers.{i}" for i in range(chunk.mtp)]
+            names += ["embedding"] * chunk.embedding + ["output_layer"] * chunk.loss
             # megatron puts it before the MTP layers if there are any, otherwise next to the loss
             is_last = layers - 1 in chunk.layers if plan.num_mtp_layers else chunk.loss
-            here += ["decoder.final_layernorm"] * is_last
-            stages |= dict.fromkeys(here, stage)
+            names += ["decoder.final_layernorm"] * is_last
+            stages |= dict.fromkeys(names, stage)
     return stages
 
 
@@ -277,9 +276,9 @@ class GatheredWeights(BucketStream):
 
     def give(self, to: Sequence[int]) -> None:
         """Each bucket comes on one rank alone, the one in ``to``."""
-        here = [sharded for sharded, rank in zip(self.planned, to) if rank == self.topo.rank]
+        local = [sharded for sharded, rank in zip(self.planned, to) if rank == self.topo.rank]
         self.to = to
-        self.names = {slot.name for each in here for slot in each.bucket.slots}
+        self.names = {slot.name for sharded in local for slot in sharded.bucket.slots}
 
     @property
     def largest(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -78,11 +79,7 @@ class ModuleTensors:
         names = {m: [name for row in t for name in row.hf_names] for m, t in self.tables.items()}
         names["llm"] = engine_tensor_names(names["llm"], layers)
         factors = [name for row in self.factors for name in row.hf_names]
-        return [
-            name
-            for each in (*names.values(), engine_tensor_names(factors, layers))
-            for name in each
-        ]
+        return [*chain(*names.values()), *engine_tensor_names(factors, layers)]
 
     @cached_property
     def changing(self) -> frozenset[str] | None:
@@ -160,10 +157,10 @@ class ModuleTensors:
             assert of is not None
             planned = plan_buckets(self.plan, self.factors, only=only)
             factors = [GatheredWeights(planned, of.live(), topo)]
-            live = {name: each._replace(adapters=None) for name, each in live.items()}
+            live = {name: module._replace(adapters=None) for name, module in live.items()}
         parts = [*self.whole(live, only=only, move=move).parts, *factors]
         for part in parts if self.plan.remote_engines else ():
-            of_buckets = [(each.stage, each.bucket.bytes) for each in part.planned]
+            of_buckets = [(sharded.stage, sharded.bucket.bytes) for sharded in part.planned]
             part.give(senders_of(self.plan.grids["llm"], self.plan.rollout.senders, of_buckets))
         return _Joined(parts)
 

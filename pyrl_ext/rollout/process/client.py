@@ -129,7 +129,7 @@ class ProcessEngine(Engine):
         Raises: what the engine raises; RuntimeError when its process dies; DataError for
             an image that cannot be decoded.
         """
-        images = {p.id: tuple(each.load() for each in p.images) for p in prompts}
+        images = {p.id: tuple(image.load() for image in p.images) for p in prompts}
         self._begin("stream", [replace(p, images=images[p.id]) for p in prompts], sampling)
         try:
             while isinstance(message := self._recv("stream"), bytes):
@@ -174,7 +174,7 @@ class ProcessEngine(Engine):
             prompt = turn.prompt
             new = ()
             if prompt.id not in images:
-                images[prompt.id] = new = tuple(each.load() for each in prompt.images)
+                images[prompt.id] = new = tuple(image.load() for image in prompt.images)
             sent.append(replace(turn, prompt=Prompt(prompt.id, prompt.tokens, images=new)))
         if sent or turns is None:
             try:
@@ -318,7 +318,7 @@ class IdleEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Weights change nothing here."""
+        """Weights change nothing on this rank."""
         return Capabilities(
             routes=self._routes, weights=False, images=self._images, sampling_mask=True
         )
@@ -352,7 +352,7 @@ class IdleEngine(Engine):
         yield from ()
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Empty: no tensor was taken here."""
+        """Empty: this rank took no tensor."""
         return {}
 
     def sleep(self) -> int:

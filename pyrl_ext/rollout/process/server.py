@@ -146,14 +146,14 @@ class _Feed:
         self._images: dict[int, tuple[PromptImage, ...]] = {}
 
     def take(self, wait: bool) -> list[Turn] | None:
-        found: list[Turn] = []
-        while self._open and ((wait and not found) or not self._inbox.empty()):
+        turns: list[Turn] = []
+        while self._open and ((wait and not turns) or not self._inbox.empty()):
             message = self._inbox.next(Turns, Stop)
             if isinstance(message, Stop):
                 raise _Stopped
             self._open = message.turns is not None
-            found += map(self._with_images, message.turns or ())
-        return found if found or self._open else None
+            turns += map(self._with_images, message.turns or ())
+        return turns if turns or self._open else None
 
     def fileno(self) -> int:
         raise NotImplementedError("fileno: an engine in this process waits in take")

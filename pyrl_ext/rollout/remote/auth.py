@@ -69,9 +69,9 @@ class Keys:
         """The role of a request with this header."""
         if self.generate is None or self.control is None:
             return "control"
-        given = authorization.encode()
-        is_control = hmac.compare_digest(given, f"Bearer {self.control}".encode())
-        is_generate = hmac.compare_digest(given, f"Bearer {self.generate}".encode())
+        header = authorization.encode()
+        is_control = hmac.compare_digest(header, f"Bearer {self.control}".encode())
+        is_generate = hmac.compare_digest(header, f"Bearer {self.generate}".encode())
         return "control" if is_control else "generate" if is_generate else "nobody"
 
 

@@ -29,7 +29,7 @@ class Command:
     Args:
         address: that the trainer calls
         arguments: of the process
-        environment: beside that of whoever starts it
+        environment: in addition to that of the process that starts it
     """
 
     address: str
@@ -71,7 +71,7 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
         )
     auth.server_keys(keys_folder(plan), names[chosen[0]])
     make = _vllm if plan.rollout.engine == "vllm" else _embedded
-    found: list[Command] = []
+    commands: list[Command] = []
     for place, number in enumerate(chosen):
         address = plan.addresses[number]
         tp = plan.rollout.tp
@@ -79,8 +79,8 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
         if plan.device == "cuda":
             gpus = range(place * tp, place * tp + tp)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        found.append(Command(address, tuple(arguments), environment))
-    return found
+        commands.append(Command(address, tuple(arguments), environment))
+    return commands
 
 
 def keys_folder(plan: Plan) -> str | None:

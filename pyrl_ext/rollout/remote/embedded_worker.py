@@ -177,7 +177,7 @@ class Worker(threading.Thread):
         self.max_tokens = max_tokens
         self.batches: dict[Sampling, SamplingBatch] = {}
         self.state = "runs"
-        self.held: list[Job] = []  # they came while it does not run
+        self.queued: list[Job] = []  # they came while it does not run
         self.counts = Counter[str](prompt=0, generation=0, answers=0)
         self._numbers = count()
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -262,7 +262,7 @@ class Worker(threading.Thread):
         if self.state == "runs":
             self._put(job)
         else:
-            self.held.append(job)
+            self.queued.append(job)
         return job
 
     def _put(self, job: Job) -> None:
@@ -286,9 +286,9 @@ class Worker(threading.Thread):
     def abort(self, jobs: Iterable[Job]) -> None:
         """End requests."""
         chosen = set(jobs)
-        for job in [job for job in self.held if job in chosen]:
+        for job in [job for job in self.queued if job in chosen]:
             job.end("abort", None)
-        self.held = [job for job in self.held if job not in chosen]
+        self.queued = [job for job in self.queued if job not in chosen]
         for batch in self.batches.values():
             batch.abort(chosen)
 
@@ -318,9 +318,9 @@ class Worker(threading.Thread):
         if self.engine.version is None and self.busy:
             raise WrongState("resume: the engine has no complete weights, expected a publish")
         self.state = "runs"
-        held = self.held
-        self.held = []
-        for job in held:
+        queued = self.queued
+        self.queued = []
+        for job in queued:
             try:
                 self._put(job)
             except ValueError as error:

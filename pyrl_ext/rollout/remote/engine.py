@@ -1,4 +1,4 @@
-"""The rollout engine of a rank where engines run apart: all of their servers, over HTTP."""
+"""The rollout engine of a rank with remote engines: all of their servers, over HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.parallel.buckets import KeptBuckets
+from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, require_weights
+from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
 from pyrl_ext.rollout.remote.parts import Parts
@@ -146,10 +148,10 @@ class ServersEngine(Engine):
             return await asyncio.gather(*(ask(s) for s in self.router.states if s.used))
 
         self.sync.finished()
-        found = [digests for results in self.run(ask_all()) for digests in results]
-        if not found:
+        digests = [worker for results in self.run(ask_all()) for worker in results]
+        if not digests:
             raise RuntimeError(self.router.too_few())
-        return agreed_digests(found)
+        return agreed_digests(digests)
 
     def sleep(self) -> int:
         """0: servers hold no memory of this host."""
@@ -235,12 +237,12 @@ class ServersEngine(Engine):
         if prompt.images:
             raise ValueError(f"ServersEngine(prompt {prompt.id}): images, expected text alone")
         before = stream.before.get(key)
-        known = 0
+        reused = 0
         if before is not None:
             rows = int(before.route_mask.sum())
             begins = prompt.tokens[: rows + 1] == tuple(before.tokens.tolist())
             if begins and newest(before) == self.version:
-                known = rows
+                reused = rows
             else:  # what servers computed with other weights they compute again
                 del stream.before[key]
         return Request.of(
@@ -249,7 +251,7 @@ class ServersEngine(Engine):
             prompt.tokens,
             max_tokens=turn.max_new_tokens,
             random_stream=(sampling.seed, *key),
-            routes_from=known,
+            routes_from=reused,
         )
 
     def _sample(self, stream: Stream, turn: Turn, parts: Parts) -> Sample:
@@ -261,9 +263,9 @@ class ServersEngine(Engine):
         routes = self._routes(stream, turn, parts, len(tokens))
         spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)
         # new weights may have come between the request and its first token
-        known = parts.request.routes_from
-        old = known and newest(stream.before[turn.prompt.id, turn.index]) < spans[0][2]
-        masked = known if old else 0
+        reused = parts.request.routes_from
+        stale = reused and newest(stream.before[turn.prompt.id, turn.index]) < spans[0][2]
+        masked = reused if stale else 0
         return Sample(
             prompt_id=turn.prompt.id,
             index=turn.index,
@@ -292,13 +294,13 @@ class ServersEngine(Engine):
             self.model.topk,
             dtype=route_dtype(self.model.num_experts),
         )
-        known = parts.request.routes_from
-        if known:
+        reused = parts.request.routes_from
+        if reused:
             before = stream.before[turn.prompt.id, turn.index].routes
             assert before is not None
-            routes[:known] = before[:known]
+            routes[:reused] = before[:reused]
         rows = parts.routes[: parts.rows, list(self.model.layer_ids)].astype(np.int32)
-        routes[known : size - 1] = torch.from_numpy(rows).to(routes.dtype)
+        routes[reused : size - 1] = torch.from_numpy(rows).to(routes.dtype)
         return routes
 
 
@@ -309,3 +311,33 @@ def _allow_files(connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def build_servers_engine(
+    plan: Plan,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    thread_group: dist.ProcessGroup | None = None,
+) -> ServersEngine:
+    """The servers of the plan, as the engine of one of the ranks of ``group``; None: the only one.
+
+    Args:
+        thread_group: a second group of the same ranks, for publishes in a thread
+
+    Raises: ValueError, OSError where the plan's keys cannot be read.
+    """
+    rollout = plan.rollout
+    model = Model.of(plan)
+    keys = Keys.read(rollout.keys)
+    silence = rollout.request_timeout
+    return ServersEngine(
+        [Server(address, keys, silence) for address in plan.addresses],
+        model,
+        Publisher(plan, device),
+        max_num_seqs=plan.max_num_seqs,
+        min_servers=rollout.min_servers,
+        patience=rollout.publish_timeout,
+        group=group,
+        keep=KeptBuckets(rollout.bucket_bytes, device) if plan.rollout.publishes_beside else None,
+        thread_group=thread_group,
+    )

@@ -225,10 +225,6 @@ class _TokenLogprob(_Message):
     top_logprobs: list[_TokenLogprob] | None = None
 
 
-class _Logprobs(_Message):
-    content: list[_TokenLogprob] | None = None
-
-
 class _Version(_Message):
     version: Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
     start: Token
@@ -237,23 +233,20 @@ class _Version(_Message):
 
 class _Choice(_Message):
     token_ids: list[Token] | None = None
-    logprobs: _Logprobs | None = None
+    content: Annotated[
+        list[_TokenLogprob] | None, Field(validation_alias=AliasPath("logprobs", "content"))
+    ] = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     routed_experts: str | None = None
     weight_versions: list[_Version] | None = None
 
 
-class _Details(_Message):
-    cached_tokens: int | None = None
-
-
-class _Usage(_Message):
-    prompt_tokens_details: _Details | None = None
+_CACHED = AliasPath("usage", "prompt_tokens_details", "cached_tokens")
 
 
 class _Event(_Message):
     choices: Annotated[list[_Choice], Field(max_length=1)] = []
-    usage: _Usage | None = None
+    cached: Annotated[int | None, Field(validation_alias=_CACHED)] = None
     error: Any = None
 
 
@@ -282,14 +275,14 @@ class Partial:
         where = f"answer to {self.request.request_id}"
         event = parse(_EVENT, where, text)
         _require(event.error is None, where, f"an error, {str(event.error)[:300]}", "tokens")
-        if event.usage is not None and event.usage.prompt_tokens_details is not None:
-            self._cached = event.usage.prompt_tokens_details.cached_tokens
+        if event.cached is not None:
+            self._cached = event.cached
         for choice in event.choices:
             self._add(choice, where)
 
     def _add(self, choice: _Choice, where: str) -> None:
         tokens = choice.token_ids or []
-        content = (choice.logprobs and choice.logprobs.content) or []
+        content = choice.content or []
         _require(not (self._finish and tokens), where, "tokens after its end", "none")
         fault = f"log-probs of tokens {[row.token_id for row in content][:8]}"
         _require([row.token_id for row in content] == tokens, where, fault, f"of {tokens[:8]}")

@@ -104,7 +104,7 @@ class ServerUpdate:
     async def complete(self, pause: Pause) -> None:
         """Everything after the last byte."""
         finish = self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
-        if pause == "keep":  # salts keep the blocks of running requests apart
+        if pause == "keep":  # salts separate the blocks of running requests
             await finish
         else:  # in any order: nothing is computed, and so cached, before it is resumed
             await asyncio.gather(finish, self._call("reset", protocol.RESET))

@@ -42,7 +42,7 @@ class Stream:
 
     def send(self, asked: Sequence[tuple[Turn, Request]]) -> None:
         """Ask for these turns."""
-        numbered = {n: each for n, each in enumerate(asked, self._asked)}
+        numbered = dict(enumerate(asked, self._asked))
         self._asked += len(numbered)
         self.left |= {number: turn for number, (turn, _) in numbered.items()}
         self.prompts |= {turn.prompt.id for turn, _ in asked}
@@ -76,18 +76,18 @@ class Stream:
         files.poll()
 
     def taken(self) -> list[tuple[Turn, Parts]]:
-        """The responses that came since the last call. Raises: why one cannot come."""
+        """The responses that came since the last call. Raises: the error that ended one."""
         try:
             os.eventfd_read(self._file)
         except BlockingIOError:
             return []
-        found: list[tuple[Turn, Parts]] = []
+        responses: list[tuple[Turn, Parts]] = []
         while self._done:
             number, result = self._done.popleft()
             if isinstance(result, Exception):
                 raise result
-            found.append((self.left.pop(number), result))
-        return found
+            responses.append((self.left.pop(number), result))
+        return responses
 
     def fail(self, error: Exception) -> None:
         """Have `taken` raise an error."""

@@ -21,7 +21,7 @@ def platform() -> None:
 
 
 def general() -> None:
-    """Registers the way weights come, lets the process end with its parent, and mends CPUs."""
+    """Registers the weight transfer, ends the process with its parent, and patches vLLM on CPUs."""
     if os.environ.get(SERVED) != "1":
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory

@@ -1,8 +1,8 @@
 """The transfer backend of a stock vLLM server; its plugin registers the class by name.
 
 vLLM calls start, update and finish in each worker. The first worker receives and verifies all
-tensors; with the finish it hands them on to the others, one by one, and each loads its part. vLLM's
-own backends load what comes as it comes, and its finish asks for nothing: a trainer that dies in
+tensors; at the finish it broadcasts them to the others, one by one, and each loads its part. vLLM's
+own backends load tensors as they arrive, and their finish checks nothing: a trainer that dies in
 the middle leaves a mixture that is served.
 """
 

@@ -165,8 +165,6 @@ def test_engine_asks_as_sampling_says(engines: list[HttpEngine]):
         engine.generate(PROMPTS[1:2], Sampling(6, 0.5, 0.9, greedy=True))
         with pytest.raises(ValueError, match="kept sets, expected none"):
             engine.generate(PROMPTS[:1], Sampling(6, top_k=2, sampling_mask=True))
-        with pytest.raises(ValueError, match="without a tokenizer"):
-            engine.generate(PROMPTS[:1], Sampling(6, stop=("end",)))
         image = Image(0, 1, (1, 1, 1), torch.zeros(1, 1, dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"prompt 1\): images, expected text"):
             engine.generate([Prompt(1, (5, 6), images=(image,))], SAMPLING)
@@ -355,14 +353,6 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
             came.result(DEADLINE)
 
 
-def test_engine_tells_nothing_without_weights(engines: list[HttpEngine]):
-    servers = [Server(each.address) for each in engines]
-    engine = ServersEngine(servers, MODEL, cast(Publisher, Versions()))
-    with pytest.raises(RuntimeError, match="no weights were sent yet"):
-        engine.generate(PROMPTS, SAMPLING)
-    engine.close()
-
-
 def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[HttpEngine]):
     """All ranks know it before; one that gathers alone would wait for the others forever."""
     read = list[int]()
@@ -480,11 +470,3 @@ def test_engine_samples_the_last_tokens_again_where_a_stop_string_may_begin(
         assert_right(sample)
         assert len(engines[1].asked[0].token_ids) == 2 + 4 - 2
         assert not engine.router.states[0].used
-
-
-def test_turns_may_be_of_prompts_that_cannot_be_hashed(engines: list[HttpEngine]):
-    prompts = [Prompt(1, (5, 6), answer=[1], meta={"a": [2]})]
-    feed = ScriptedFeed([Turn(prompts[0], 0, 0, 4)], lambda sample: None)
-    with over(engines) as engine:
-        (sample,) = answers(engine, feed, SAMPLING)
-    assert_right(sample)

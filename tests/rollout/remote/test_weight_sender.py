@@ -194,28 +194,6 @@ def test_broadcast_by_nccl(wanted: dict[str, tuple[int, ...]]):
             assert BROKEN in sending.failed[engine_at(0)]
 
 
-def test_broadcast_names_an_engine_that_left_before_it_joined():
-    """Nobody waits for it."""
-    with ThreadPoolExecutor(1) as pool, transfer(2, broadcast=True) as (sending, infos):
-        came = pool.submit(engine, infos[0])
-        joined(infos[1]).close()
-        sending.send(weights())
-        assert f"{engine_at(1)}: it left" in sending.failed[engine_at(0)]
-        with pytest.raises(TransferError):
-            came.result()
-
-
-def test_broadcast_has_a_limit_for_all_buckets():
-    with ThreadPoolExecutor(1) as pool, transfer(1, broadcast=True) as (sending, infos):
-        came = pool.submit(engine, infos[0])
-        assert sending._broadcast is not None
-        sending._broadcast._left = 0.0
-        sending.send(weights())
-        assert "it took too long" in sending.failed[engine_at(0)]
-        with pytest.raises(TransferError):
-            came.result()
-
-
 def test_broadcast_waits_where_engines_of_other_hosts_reach_it():
     """A loopback address is of this host's engines alone."""
     for hosts, failed in ((("127.0.0.1",), False), (("127.0.0.1", NOT_OURS), True)):
