@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -276,6 +276,7 @@ class Publisher:
     Attributes:
         loop: of the servers; to be set before the first publish
         metrics: of the last publish
+        shapes: of the tensors that servers hold, by name
     """
 
     loop: asyncio.AbstractEventLoop
@@ -285,6 +286,8 @@ class Publisher:
         self.device = device
         self.metrics: dict[str, float] = {}
         self.canary = canary_of(plan)
+        self.shapes = shapes_of(plan)
+        self.identity = identity_of(plan)
         self._done = Published()
         self._version: int | None = None
 
@@ -327,16 +330,6 @@ class Publisher:
         self._version = version
         self._count()
         return self._done.failed
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """See `shapes_of`."""
-        return shapes_of(self.plan)
-
-    @cached_property
-    def identity(self) -> Identity:
-        """See `identity_of`."""
-        return identity_of(self.plan)
 
     def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
         """Compares the servers' canaries with the trainer's forward; every rank calls it.
