@@ -145,7 +145,8 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     share = (ranks - 1) / ranks
     objects = share * (world.gathered_index_bytes + world.agreement_bytes)
     yield Compared("numbers and failures gathered [byte]", gathered, objects, 0.05)
-    yield Compared("keys in a request", max(traffic.reads), world.keys_read, 0)
+    keys = max(results[-1].traffic.reads)
+    yield Compared("keys in a request", keys, world.keys_read, 0)
     yield Compared("groups that it makes", len(traffic.new_groups), len(world.groups), 0)
     yield Compared("ranks in them", sum(traffic.new_groups), sum(world.groups), 0)
     yield Compared("connections of gloo", opened + ranks, world.group_entries, 0)

@@ -24,10 +24,10 @@ class Run:
     rows: list[dict[str, float]]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of the rows that have the metric, float64."""
+        """Steps [int64] and values [float64] of the rows that have the metric."""
         pairs = [(row["step"], row[name]) for row in self.rows if name in row]
         steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
-        return steps, values
+        return steps.astype(int), values
 
     def mean(self, name: str) -> float | None:
         """Mean over the steps that have the metric; None if none has."""

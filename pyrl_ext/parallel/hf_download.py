@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
-from typing import Any
+from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.topology import Topology, launched
 from pyrl_ext.plan import Plan
 
@@ -29,7 +28,7 @@ FILES = {
     "tokenizer": ["config.json", *TOKENIZER_FILES],
     "weights": ["*.safetensors", "*.json"],
 }
-POLL = 0.5  # seconds
+FOREVER = timedelta(days=30)  # a collective would give up after the process group's timeout
 
 
 def fetch(plan: Plan, topo: Topology) -> Plan:
@@ -37,29 +36,26 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
 
     Local rank 0 of each node downloads; the others wait without a time limit.
 
-    Communicates: one gather over the world, then by the store.
+    Communicates: a gather over the world, then by the store.
     Raises: OSError on every rank, with the reason, when a node could not fetch something.
     """
     named = {key: getattr(plan.model, key) for key in FILES}
     wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
     if not wanted:
         return plan
-    local_rank = launched("LOCAL_RANK", 0)
-    every: list[Any] = [None] * topo.world_size
-    dist.all_gather_object(every, (local_rank, uuid.uuid4().hex))
-    keys = {rank: f"hub/{every[0][1]}/{rank}" for rank, (local, _) in enumerate(every) if not local}
-    # no collective waits here: it would give up after the process group's timeout
+    first = topo.rank - launched("LOCAL_RANK", 0)
+    nodes = gather_objects((first, uuid.uuid4().hex), topo.world)
+    keys = {rank: f"hub/{nodes[0][1]}/{rank}" for rank, _ in nodes}
     store = _get_default_store()
-    if topo.rank in keys:
+    if topo.rank == first:
         answer = _download(wanted, shown=topo.is_main and plan.log.progress)
-        store.set(keys[topo.rank], json.dumps(answer))
-    while not store.check(list(keys.values())):
-        time.sleep(POLL)
+        store.set(keys[first], json.dumps(answer))
+    store.wait([*keys.values()], FOREVER)
     answers = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
     failed = [f"rank {rank}: {a['problem']}" for rank, a in answers.items() if "problem" in a]
     if failed:
         raise OSError("\n".join(failed))
-    return plan.model_copy(update={"fetched": answers[topo.rank - local_rank]})
+    return plan.model_copy(update={"fetched": answers[first]})
 
 
 def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
@@ -88,8 +84,7 @@ def _reason(error: Exception) -> str:
         return "its owner asks for consent, expected a token with it. Give it, and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
         return "the hub has no such model, or not for this token. Correct the id, or set HF_TOKEN"
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error.__cause__, OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE is set and it is not whole in the hub's cache"
-    else:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{why}, expected to reach the hub. Download it elsewhere and name the folder"
+        reason = "HF_HUB_OFFLINE is set and it is not whole in the hub's cache"
+    return f"{reason}, expected to reach the hub. Download it elsewhere and name the folder"

@@ -112,7 +112,7 @@ def test_report_refuses_a_picture_before_it_prints(tmp_path, capsys):
         (tmp_path / "d.png").mkdir(exist_ok=True)
         assert main([str(tmp_path / "a"), "--png", str(tmp_path / name)]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and f"--png {tmp_path / name}: no name for a picture, expected" in err
+        assert out == "" and f"--png {tmp_path / name}: not the name of a picture, expected" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d.png"]
 
 
@@ -121,9 +121,9 @@ def test_report_says_that_runs_go_before_an_option(tmp_path, capsys, option):
     write_run(tmp_path / "a", 2)
     with pytest.raises(SystemExit, match="2"):
         main([option, str(tmp_path / "a")])
-    assert "no RUN, expected a run folder. Name it before --html or" in capsys.readouterr().err
+    assert "no RUN, expected a run folder before --html or" in capsys.readouterr().err
     assert main([option, str(tmp_path / "a"), str(tmp_path / "a")]) == 2
-    assert f"runs go before {option}" in capsys.readouterr().err
+    assert f"name the runs before {option}" in capsys.readouterr().err
 
 
 def test_report_shows_numbers_that_are_not_finite(tmp_path, capsys):

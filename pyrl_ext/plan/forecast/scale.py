@@ -45,9 +45,8 @@ OBJECT_BYTES = 24
 """A small pickled tuple in an all-gather, which also sends its size in 8 bytes."""
 METRICS = 13
 """Metrics of the loss, each a sum and a count in float64."""
-HEARTBEAT_KEYS = 2
-WATCHED = 4
-"""Keys that all ranks read, and ranks that each one watches, in `dist.heartbeat`."""
+HEARTBEAT_KEYS = 3
+"""Keys that a rank other than rank 0 reads, in `parallel.heartbeat`."""
 
 
 class Row(NamedTuple):
@@ -284,8 +283,7 @@ class World:
 
     @property
     def keys_read(self) -> float:
-        watched = sum(2**i < self.ranks for i in range(WATCHED))
-        return HEARTBEAT_KEYS + watched if self.ranks > 1 else 0
+        return HEARTBEAT_KEYS if self.ranks > 1 else 0
 
     @cached_property
     def groups(self) -> list[int]:
@@ -345,7 +343,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     (STEP, "~ metrics", "byte", lambda w: w.metrics_bytes,
      "sums, however many ranks add to them"),
     (STORE, "read by a rank", "key", lambda w: w.keys_read,
-     "heartbeats of four ranks, and two keys of all ranks, in one request"),
+     "the heartbeat of rank 0, and two keys of all ranks, in one request"),
     (STORE, "by all ranks", "request", lambda w: 2 * w.ranks if w.ranks > 1 else 0,
      "two a rank: its heartbeat, and what it reads; one process answers tens of thousands"),
     (START, "groups that it makes", "call", lambda w: len(w.groups),

@@ -1,4 +1,4 @@
-"""Show a run, or several side by side: as a table and a picture, an HTML page, or CSV.
+"""Show a run, or several next to each other: as a table and a picture, an HTML page, or CSV.
 
 Ratios in the table are to the first run. The page may be written during a run.
 """
@@ -6,14 +6,15 @@ Ratios in the table are to the first run. The page may be written during a run.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pyrl_ext.plan.command import called
 from pyrl_ext.tools.report.page import report_page
-from pyrl_ext.tools.report.state import folders
-from pyrl_ext.tools.report.table import csv_text
+from pyrl_ext.tools.report.state import Folder, folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,36 +22,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if not options.runs:
-        parser.error(
-            "no RUN, expected a run folder. Name it before --html or --csv, which take the word "
-            "behind them for a PATH"
-        )
+        parser.error("no RUN, expected a run folder before --html or --csv, which take a PATH")
     try:
+        runs = folders(options.runs)
         if options.html is not None:
-            path = Path(options.html or Path(options.runs[0]) / "report.html")
-            _write("--html", path, report_page(folders(options.runs)))
+            _write("--html", Path(options.html or runs[0].path / "report.html"), report_page(runs))
         elif options.csv is not None:
-            path = Path(options.csv or Path(options.runs[0]) / "report.csv")
-            _write("--csv", path, csv_text(folders(options.runs)))
+            _write("--csv", Path(options.csv or runs[0].path / "report.csv"), csv_text(runs))
         else:
-            from pyrl_ext.metrics.report import print_report  # brings matplotlib
+            from pyrl_ext.metrics.report import print_report  # imports matplotlib
 
-            png = Path(options.png or Path(options.runs[0]) / "report.png")
-            _check_picture(png)
-            print_report([folder.run for folder in folders(options.runs)], png)
+            png = Path(options.png or runs[0].path / "report.png")
+            if png.suffix != ".png" or png.is_dir() or not png.parent.is_dir():
+                raise ValueError(
+                    f"--png {png}: not the name of a picture, expected a file that ends in .png, "
+                    "in a folder that exists"
+                )
+            print_report([folder.run for folder in runs], png)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _check_picture(path: Path) -> None:
-    """Raises: ValueError for a name under which matplotlib would write another file, or none."""
-    if path.suffix != ".png" or path.is_dir() or not path.parent.is_dir():
-        raise ValueError(
-            f"--png {path}: no name for a picture, expected a file that ends in .png, in a folder "
-            "that exists. Say for example --png report.png"
-        )
+def csv_text(runs: Sequence[Folder]) -> str:
+    """A column for each metric, a row for each step; of several runs, the first column is the run.
+
+    A cell is empty where a step lacks the metric. Numbers have all their digits.
+    """
+    several = len(runs) > 1
+    names = dict.fromkeys(name for folder in runs for name in folder.columns)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*["run"][:several], "step", *names], lineterminator="\n")
+    writer.writeheader()
+    for folder in runs:
+        label = {"run": folder.run.name} if several else {}
+        writer.writerows(label | row for row in folder.run.rows)
+    return text.getvalue()
 
 
 def _write(option: str, path: Path, text: str) -> None:
@@ -58,8 +66,8 @@ def _write(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise OSError(
-            f"{option} {path}: {error.strerror}, expected a file that can be written; runs go "
-            f"before {option}"
+            f"{option} {path}: {error.strerror}, expected a file that can be written; name the "
+            f"runs before {option}"
         ) from error
     print(f"Written: {path}")
 
@@ -71,12 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder with metrics.jsonl")
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
-    words = "write the page instead [RUN/report.html of the first run]"
-    way.add_argument("--html", nargs="?", const="", metavar="PATH", help=words)
-    words = "write all metrics as CSV instead [RUN/report.csv of the first run]"
-    way.add_argument("--csv", nargs="?", const="", metavar="PATH", help=words)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
+    for option, content in (("html", "the page"), ("csv", "all metrics as CSV")):
+        text = f"write {content} instead [RUN/report.{option} of the first run]"
+        output.add_argument(f"--{option}", nargs="?", const="", metavar="PATH", help=text)
     return parser
 
 

@@ -5,8 +5,9 @@ A run has them with ``rollout.record``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,31 +17,28 @@ if TYPE_CHECKING:
     from pyrl_ext.rollout.recorded_scores import Scores
     from pyrl_ext.samples import Sample
 
-Gaps = dict[int, float]
-"""Token of a sample -> the trainer's log-prob less the engine's."""
-
 SHOWN = 2
-"""Samples of the best reward, and as many of the worst."""
+"""Number of samples of the best reward, and of the worst."""
 
 TOKENS = 320
 """Most tokens shown of a sample: the end of its prompt, and the beginning of its response."""
 
-
 UNLIKELY = (-0.1, -0.7, -2.3, -4.6)
 """Log-probs below which a token has the next tone; the last is a probability of 1 %."""
 
-APART = (0.003, 0.03, 0.1, 0.5)
-"""Differences of log-probs above which it has; the band of their mean is the middle two."""
+GAPS = (0.003, 0.03, 0.1, 0.5)
+"""Differences of log-probs above which a token has the next tone; the band of
+``mismatch/abs_mean`` is the middle two."""
 
 
-class Piece(NamedTuple):
-    """Some tokens as text; those of one character are together.
+@dataclass(frozen=True)
+class Piece:
+    """A token as text, or the tokens of one character.
 
     Args:
         kind: "prompt", "sampled" or "observed".
-        tone: 0 to 4, how far trainer and engine differ about it; where that is not known, how
-            unlikely the engine found it.
-        apart: the trainer's log-prob before the update, less the engine's; None: not known.
+        tone: 0 to 4, by the gap; without a gap by how unlikely the engine found the token.
+        gap: the trainer's log-prob before the update, minus the engine's; None if not known.
         experts: of the first token, by router layer.
     """
 
@@ -48,16 +46,12 @@ class Piece(NamedTuple):
     kind: str
     tone: int
     logprob: float
-    apart: float | None
-    experts: tuple[tuple[int, ...], ...]
-
-    @property
-    def experts_text(self) -> str:
-        """The experts, layer after layer."""
-        return " | ".join(" ".join(map(str, layer)) for layer in self.experts)
+    gap: float | None
+    experts: str
 
 
-class Shown(NamedTuple):
+@dataclass(frozen=True)
+class ShownSample:
     """A sample as the page shows it."""
 
     title: str
@@ -66,79 +60,76 @@ class Shown(NamedTuple):
     left_out: int
 
 
-class Recorded(NamedTuple):
+@dataclass
+class Recorded:
     """The newest recorded step of a run.
 
     Args:
+        missing: why there is nothing to show.
+        note: on what is shown in another way.
         samples: the best, then the worst.
         layers: [L] 0-based ids of the layers with a router.
         load: [L][E] share of the routed tokens that each expert processed, times E / K: 1 is even.
-        tokens: that have a route.
-        compared: whether the trainer's log-probs are known.
-        why: there is nothing to show, because of this.
-        note: what is shown otherwise than asked.
+        tokens: number of tokens with a route.
+        compared: True if the trainer's log-probs are known.
     """
 
+    missing: str = ""
+    note: str = ""
     step: int = -1
-    samples: Sequence[Shown] = ()
+    samples: list[ShownSample] = field(default_factory=list[ShownSample])
     layers: Sequence[int] = ()
-    load: Sequence[Sequence[float]] = ()
+    load: list[list[float]] = field(default_factory=list[list[float]])
     tokens: int = 0
     compared: bool = False
-    why: str = ""
-    note: str = ""
-
-    @property
-    def busiest(self) -> float:
-        """The largest load."""
-        return max(max(layer) for layer in self.load)
 
 
 def recorded(folder: Folder) -> Recorded:
     """The samples and the load of the newest step that ``folder`` recorded."""
     plan = folder.plan
     if plan is None or not plan.has_rollouts:
-        return Recorded(why=folder.no_plan or "A run without rollouts has no samples.")
+        return Recorded(folder.no_plan or "A run without rollouts has no samples.")
     if plan.rollout.record is None:
-        return Recorded(
-            why="Not recorded: rollout.record=rollouts keeps the samples of every step."
-        )
-    files = sorted((folder.path / plan.rollout.record).glob("step-*.safetensors"))
+        return Recorded("Not recorded: rollout.record=rollouts keeps the samples of every step.")
+    path = folder.path / plan.rollout.record
+    files = sorted(path.glob("step-*.safetensors"))
     if not files:
-        return Recorded(why=f"No step is in {plan.rollout.record}/ yet.")
+        return Recorded(f"No step is in {plan.rollout.record}/ yet.")
     from pyrl_ext.data.files import DataError
     from pyrl_ext.data.tokenizer import load_tokenizer
-    from pyrl_ext.rollout.recorded_file import load_samples  # brings torch
+    from pyrl_ext.rollout.recorded_file import load_samples  # imports torch
     from pyrl_ext.rollout.recorded_scores import load_scores
 
-    newest = files[-1].name[: len("step-000000")]
+    step = int(files[-1].name[len("step-") :][:6])
     try:
-        samples = [s for f in files if f.name.startswith(newest) for s in load_samples(f)]
+        samples = [s for file in path.glob(f"step-{step:06d}*") for s in load_samples(file)]
     except ValueError as error:
-        return Recorded(why=str(error))
-    step = int(newest.removeprefix("step-"))
-    scored = sorted((s for s in samples if s.reward == s.reward), key=lambda s: -s.reward)
-    chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
-    note = ""
-    decode = _ids
+        return Recorded(str(error))
+    result = Recorded(step=step, layers=samples[0].layer_ids)
     try:
         decode = load_tokenizer(plan.tokenizer_path or "").decode
-    except DataError as error:  # a hub's, which is not on this machine
-        note = f"Ids instead of text: {error}"
-    gaps: list[Gaps] = [{} for _ in chosen]
+    except DataError as error:  # of a hub id that is not on this machine
+        result.note = f"Ids instead of text: {error}"
+        decode = _ids
+    chosen = sorted((s for s in samples if s.reward == s.reward), key=lambda s: -s.reward)
+    if len(chosen) > 2 * SHOWN:
+        chosen = chosen[:SHOWN] + chosen[-SHOWN:]
+    gaps: list[dict[int, float]] = [{} for _ in chosen]
     try:
-        scores = load_scores(folder.path / plan.rollout.record, step)
+        scores = load_scores(path, step)
         gaps = [_gaps(sample, scores) for sample in chosen]
     except ValueError as error:
-        note += f" The trainer's log-probs are left out: {error}"
-    shown = [_shown(s, decode, apart) for s, apart in zip(chosen, gaps, strict=True)]
-    load = expert_load(samples, plan.sizes.num_experts) if samples[0].routes is not None else []
-    tokens = sum(int(s.route_mask.sum()) for s in samples)
-    return Recorded(step, shown, samples[0].layer_ids, load, tokens, any(gaps), note=note)
+        result.note += f" The trainer's log-probs are left out: {error}"
+    result.compared = any(gaps)
+    result.samples = [_shown(s, decode, gap) for s, gap in zip(chosen, gaps, strict=True)]
+    if samples[0].routes is not None:
+        result.load = expert_load(samples, plan.sizes.num_experts)
+        result.tokens = sum(int(sample.route_mask.sum()) for sample in samples)
+    return result
 
 
 def _ids(ids: list[int]) -> str:
-    return "".join(f"{each} " for each in ids)
+    return "".join(f"{token} " for token in ids)
 
 
 def expert_load(samples: Sequence[Sample], experts: int) -> list[list[float]]:
@@ -146,31 +137,32 @@ def expert_load(samples: Sequence[Sample], experts: int) -> list[list[float]]:
     ids = np.concatenate([s.routes[s.route_mask].numpy() for s in samples if s.routes is not None])
     tokens, layers, topk = ids.shape
     even = max(1, tokens) * topk / experts
-    counts = (np.bincount(ids[:, n].ravel(), minlength=experts) for n in range(layers))
-    return [[round(float(c) / even, 3) for c in each] for each in counts]
+    counts = [np.bincount(ids[:, n].ravel(), minlength=experts) for n in range(layers)]
+    return np.round(np.array(counts) / even, 3).tolist()
 
 
-def _gaps(sample: Sample, scores: Scores) -> Gaps:
+def _gaps(sample: Sample, scores: Scores) -> dict[int, float]:
+    """Token -> its gap."""
     key = (sample.prompt_id, sample.index, sample.turn)
-    size = sample.tokens.numel()
     if key not in scores:
         return {}
     tokens, logprobs = scores[key]
-    places = tokens.tolist()
-    if beyond := [place for place in places if not 0 <= place < size]:
-        raise ValueError(f"{_title(sample)}: a score of token {beyond[0]}, expected one of {size}")
-    differences = logprobs - sample.rollout_logprobs[tokens]
-    return dict(zip(places, differences.tolist(), strict=True))
+    size = sample.tokens.numel()
+    if int(tokens.max()) >= size or int(tokens.min()) < 0:
+        raise ValueError(f"{_title(sample)}: scores of {tokens.tolist()}, expected 0 to {size - 1}")
+    gaps = logprobs - sample.rollout_logprobs[tokens]
+    return dict(zip(tokens.tolist(), gaps.tolist(), strict=True))
 
 
 def _title(sample: Sample) -> str:
     return f"prompt {sample.prompt_id}, sample {sample.index}"
 
 
-def _shown(sample: Sample, decode: Any, gaps: Gaps) -> Shown:
+def _shown(
+    sample: Sample, decode: Callable[[list[int]], str], gaps: dict[int, float]
+) -> ShownSample:
     size = sample.tokens.numel()
-    prompt = sample.prompt_len
-    begin = max(0, prompt - TOKENS // 4)  # the task is at the end of a long prompt
+    begin = max(0, sample.prompt_len - TOKENS // 4)  # the task is at the end of a long prompt
     end = min(size, begin + TOKENS)
     pieces = []
     at = begin
@@ -182,23 +174,26 @@ def _shown(sample: Sample, decode: Any, gaps: Gaps) -> Shown:
             text = decode(sample.tokens[at:stop].tolist())
         pieces.append(_piece(sample, at, visible(text), gaps.get(at)))
         at = stop
-    return Shown(_title(sample), sample.reward, pieces, size - (end - begin))
+    return ShownSample(_title(sample), sample.reward, pieces, size - (end - begin))
 
 
-def _piece(sample: Sample, at: int, text: str, apart: float | None) -> Piece:
+def _piece(sample: Sample, at: int, text: str, gap: float | None) -> Piece:
     logprob = float(sample.rollout_logprobs[at])
-    sampled = bool(sample.loss_mask[at])
-    kind = "prompt" if at < sample.prompt_len else "sampled" if sampled else "observed"
-    limits = UNLIKELY if apart is None else APART
-    tone = sum(logprob < limit if apart is None else abs(apart) > limit for limit in limits)
-    routed = sample.routes is not None and bool(sample.route_mask[at])
-    experts = sample.routes[at].tolist() if routed and sample.routes is not None else []
-    apart = apart if sampled else None
-    return Piece(text, kind, tone * sampled, logprob, apart, tuple(map(tuple, experts)))
+    experts = ""
+    if sample.routes is not None and bool(sample.route_mask[at]):
+        experts = " | ".join(" ".join(map(str, layer)) for layer in sample.routes[at].tolist())
+    if not sample.loss_mask[at]:
+        kind = "prompt" if at < sample.prompt_len else "observed"
+        return Piece(text, kind, 0, logprob, None, experts)
+    if gap is None:
+        tone = sum(logprob < limit for limit in UNLIKELY)
+    else:
+        tone = sum(abs(gap) > limit for limit in GAPS)
+    return Piece(text, "sampled", tone, logprob, gap, experts)
 
 
 def visible(text: str) -> str:
-    """``text`` with signs for characters that a page would hide, or that turn its order around."""
+    """``text`` with signs for characters that a page would hide, or that reverse its order."""
     return "".join(
         "↵\n" if c == "\n" else c if c.isprintable() or c == "\t" else f"⟨U+{ord(c):04X}⟩"
         for c in text

@@ -69,7 +69,7 @@
     var chart = data.charts[figure.dataset.chart], plot = figure.querySelector(".plot");
     var width = plot.clientWidth, height = plot.clientHeight, shown = curves(chart), out = [];
     if (!width) return;
-    var steps = extent(shown.map(function (c) { return data.steps[c.steps]; })), y = range(chart, shown);
+    var steps = extent(shown.map(function (c) { return c.steps; })), y = range(chart, shown);
     if (steps[0] === steps[1]) steps = [steps[0] - 1, steps[1] + 1];
     if (y[0] === y[1]) y = [y[0] - 0.5, y[1] + 0.5];
     var inner = {x: width - SPACE.left - SPACE.right, y: height - SPACE.top - SPACE.bottom};
@@ -96,7 +96,7 @@
     });
     var labels = Array.from(new Set(shown.map(function (c) { return c.held ? "" : c.label; }))), ends = [];
     shown.forEach(function (curve) {
-      var xs = data.steps[curve.steps].map(px), colour = "run-" + curve.run % COLOURS;
+      var xs = curve.steps.map(px), colour = "run-" + curve.run % COLOURS;
       if (curve.low) {
         var back = xs.map(function (_, i) { return xs.length - 1 - i; }).filter(function (i) { return curve.y[i] !== null; });
         var there = back.slice().reverse(), outline = there.concat(back);
@@ -110,7 +110,7 @@
       if (curve.held || xs.length === 1) xs.forEach(function (x, i) {
         if (curve.y[i] !== null) out.push("<circle class='fill " + colour + "' r='" + (xs.length > 60 ? 2 : 3) + "' cx='" + x + "' cy='" + py(curve.y[i]) + "'/>");
       });
-      (curve.bad || []).forEach(function (i) {
+      curve.bad.forEach(function (i) {
         out.push("<text class='bad' text-anchor='middle' x='" + xs[i] + "' y='" + (bottom - 2) + "'>×</text>");
       });
     });
@@ -132,7 +132,7 @@
     var chart = data.charts[figure.dataset.chart], words = [], cursor = figure.querySelector(".cursor"), at = null;
     var shown = curves(chart);
     shown.forEach(function (curve, n) {
-      var list = data.steps[curve.steps], i = step === null ? list.length - 1 : nearest(list, step);
+      var list = curve.steps, i = step === null ? list.length - 1 : nearest(list, step);
       if (!n) at = list[i];
       if (shown.length > 8 && step === null) return;
       var spread = curve.low && step !== null && shown.length < 3 ? " (" + show(curve.low[i]) + " to " + show(curve.high[i]) + ")" : "";
@@ -157,7 +157,7 @@
       return data.load[of].layers.map(function (layer, i) { return {label: layer, values: data.load[of].values[i]}; });
     }
     return data.charts["route/agree_topk/layer_<id>"].curves.filter(function (curve) { return curve.run === of; })
-      .map(function (curve) { return {label: curve.label, values: curve.y, steps: data.steps[curve.steps]}; });
+      .map(function (curve) { return {label: curve.label, values: curve.y, steps: curve.steps}; });
   }
   function heat(box) {
     var rows = table(box), canvas = box.querySelector("canvas"), load = box.dataset.heat === "load";
