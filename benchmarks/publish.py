@@ -245,7 +245,7 @@ def measure_apart(config: Path, addresses: Sequence[str]) -> dict[str, Apart]:
                 start = time.perf_counter()
                 engine.load_weights(named, version)
                 row.publish.append(time.perf_counter() - start)
-                if engine.disproved() or engine.metrics()["servers/used"] != SERVERS:
+                if engine.samples_stale() or engine.metrics()["servers/used"] != SERVERS:
                     raise RuntimeError("benchmarks.publish: a server left, expected both to serve")
                 if topo.rank == 0:
                     row.transfer.append(engine.metrics()["publish/transfer_seconds"])

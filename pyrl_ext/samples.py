@@ -115,20 +115,17 @@ class Sampling:
     step: int | None = None
 
     def __post_init__(self) -> None:
-        def need(ok: bool, field: str, rule: str) -> None:
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 < self.temperature < math.inf, "a finite number > 0"),
+            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or a positive count"),
+            "stop": (all(self.stop), "texts of at least one character"),
+            "samples_per_prompt": (self.samples_per_prompt >= 1, "at least 1"),
+        }
+        for name, (ok, rule) in rules.items():
             if not ok:
-                raise ValueError(f"Sampling.{field}: {getattr(self, field)!r}, expected {rule}")
-
-        need(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-        need(
-            math.isfinite(self.temperature) and self.temperature > 0,
-            "temperature",
-            "a finite number > 0 (greedy=True for argmax)",
-        )
-        need(0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
-        need(self.top_k >= 0, "top_k", "0 (all tokens) or a positive count")
-        need(all(self.stop), "stop", "texts of at least one character")
-        need(self.samples_per_prompt >= 1, "samples_per_prompt", "at least 1")
+                raise ValueError(f"Sampling.{name}: {getattr(self, name)!r}, expected {rule}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,30 +225,20 @@ class Sample:
             ValueError: naming the prompt, the sample and, where there is one, the token
         """
         size = self.tokens.numel()
-        self._need(self.tokens.dim() == 1, f"tokens {list(self.tokens.shape)}", "shape [T]")
-        self._need(self.tokens.dtype == torch.int64, f"tokens {self.tokens.dtype}", "int64")
+        self._shaped("tokens", torch.int64)
         self._need(
             1 <= self.prompt_len < size,
             f"prompt_len {self.prompt_len} of {size} tokens",
             "at least one prompt token and at least one response token",
         )
-        for name, dtype in (
-            ("loss_mask", torch.bool),
-            ("rollout_logprobs", torch.float32),
-            ("route_mask", torch.bool),
-        ):
-            value = getattr(self, name)
-            found = f"{name} {list(value.shape)} {value.dtype}"
-            good = value.shape == self.tokens.shape and value.dtype == dtype
-            self._need(good, found, f"[{size}] {dtype}, one entry a token")
-        self._need(
-            self.finish_reason in FINISH_REASONS,
-            f"finish_reason {self.finish_reason!r}",
-            f"one of {', '.join(FINISH_REASONS)}",
-        )
+        self._shaped("loss_mask", torch.bool)
+        self._shaped("rollout_logprobs", torch.float32)
+        self._shaped("route_mask", torch.bool)
+        reasons = ", ".join(FINISH_REASONS)
+        reason = self.finish_reason
+        self._need(reason in FINISH_REASONS, f"finish_reason {reason!r}", f"one of {reasons}")
         self._check_tokens()
         self._check_spans()
-        self._check_versions()
         self._check_kept()
         self._check_routes()
         self._check_images()
@@ -264,44 +251,48 @@ class Sample:
         self._first(logprobs > 1e-5, logprobs, "log-prob", "a number <= 0")
         self._first((logprobs != 0) & ~mask, logprobs, "log-prob", "0 where nothing was sampled")
         self._first(self.tokens < 0, self.tokens, "token id", "a number >= 0")
-        given = torch.arange(mask.numel(), device=mask.device) < self.prompt_len
-        self._first(mask & given, mask, "loss_mask", "False on prompt tokens")
+        prompt = torch.arange(mask.numel(), device=mask.device) < self.prompt_len
+        self._first(mask & prompt, mask, "loss_mask", "False on prompt tokens")
 
     def _check_spans(self) -> None:
-        if not self.spans:
-            return
-        end = self.prompt_len
-        sampled = torch.zeros_like(self.loss_mask)
-        for number, (begin, stop) in enumerate(self.spans, self.turn):
-            free = end <= begin < stop <= self.tokens.numel()
-            rule = f"at least one token from {end} on, of {self.tokens.numel()}"
-            self._need(free, f"turn {number} sampled tokens {begin} to {stop - 1}", rule)
-            sampled[begin:stop], end = True, stop
-        first = self.spans[0][0]
+        spans = self.spans or ((self.prompt_len, self.tokens.numel()),)
+        labels = [f"turn {number} sampled" for number in range(self.turn, self.turn + len(spans))]
+        sampled = self._covered(spans, labels, self.prompt_len)
+        first = spans[0][0]
         self._need(first == self.prompt_len, f"turn {self.turn} begins at {first}", "prompt_len")
         rule = "False on observed tokens"
         self._first(self.loss_mask & ~sampled, self.loss_mask, "loss_mask", rule)
-
-    def _check_versions(self) -> None:
-        end = 0
-        oldest = self.weight_version
-        sampled = torch.zeros_like(self.loss_mask)
-        for begin, stop, version in self.version_spans:
-            found = f"version {version} of tokens {begin} to {stop - 1}"
-            free = end <= begin < stop <= self.tokens.numel()
-            self._need(free, found, f"at least one token from {end} on, of {self.tokens.numel()}")
-            rule = "weight_version first, and none lower than before"
-            self._need(version >= oldest and bool(end or version == oldest), found, rule)
-            sampled[begin:stop] = True
-            end = stop
-            oldest = version
         if not self.version_spans:
             return
-        expected = torch.zeros_like(sampled)
-        for begin, stop in self.spans or ((self.prompt_len, self.tokens.numel()),):
-            expected[begin:stop] = True
+        versions = [version for _, _, version in self.version_spans]
+        labels = [f"version {version} of" for version in versions]
+        ranges = [(begin, end) for begin, end, _ in self.version_spans]
+        covered = self._covered(ranges, labels, 0)
+        before = [self.weight_version, *versions]
+        for version, least, (begin, end) in zip(versions, before, ranges, strict=False):
+            self._need(
+                versions[0] == self.weight_version and version >= least,
+                f"version {version} of tokens {begin} to {end - 1}",
+                "weight_version first, and none lower than before",
+            )
         rule = "one where a token was sampled, and nowhere else"
-        self._first(sampled != expected, sampled, "a version", rule)
+        self._first(covered != sampled, covered, "a version", rule)
+
+    def _covered(
+        self, ranges: Sequence[tuple[int, int]], labels: Sequence[str], start: int
+    ) -> Tensor:
+        """[T] bool, tokens in ranges [begin, end), which follow each other from ``start`` on."""
+        covered = torch.zeros_like(self.loss_mask)
+        size = len(covered)
+        for (begin, end), label in zip(ranges, labels, strict=True):
+            self._need(
+                start <= begin < end <= size,
+                f"{label} tokens {begin} to {end - 1}",
+                f"at least one token from {start} on, of {size}",
+            )
+            covered[begin:end] = True
+            start = end
+        return covered
 
     def _check_kept(self) -> None:
         counts = self.kept_counts
@@ -309,31 +300,27 @@ class Sample:
         if counts is None or ids is None:
             self._need(counts is ids, "kept_counts or kept_ids alone", "both or none")
             return
-        found = f"kept_counts {list(counts.shape)} {counts.dtype}, kept_ids {ids.dtype}"
-        good = counts.shape == self.tokens.shape and counts.dtype == ids.dtype == torch.int32
-        self._need(good, found, f"[{self.tokens.numel()}] torch.int32 and torch.int32")
-        self._first((counts < -1) | (counts == 0), counts, "kept_counts", "-1 or at least 1")
+        self._shaped("kept_counts", torch.int32)
+        self._need(ids.dtype == torch.int32, f"kept_ids {ids.dtype}", "torch.int32")
         places = torch.arange(len(counts), device=counts.device)
-        self._first(
-            (counts > 0) & (places < self.prompt_len), counts, "kept_counts", "-1, a prompt"
-        )
-        self._first(
-            (counts < 0) & self.loss_mask, counts, "kept_counts", "a set where it is trained"
-        )
+        prompt = places < self.prompt_len
+        self._first((counts < -1) | (counts == 0), counts, "kept_counts", "-1 or at least 1")
+        self._first((counts > 0) & prompt, counts, "kept_counts", "-1, a prompt")
+        rule = "a set where it is trained"
+        self._first((counts < 0) & self.loss_mask, counts, "kept_counts", rule)
         tokens = places.repeat_interleave(counts.clamp(min=0))  # of each kept id
-        self._need(
-            len(ids) == len(tokens), f"{len(ids)} kept_ids", f"{len(tokens)}, as kept_counts"
-        )
-        falls = (ids[1:] <= ids[:-1]) & (tokens[1:] == tokens[:-1])
-        for wrong, rule in ((ids < 0, "ids >= 0"), (falls, "rising ids")):
-            if bool(wrong.any()):
-                token = int(tokens[wrong.nonzero()[0, 0]])
-                shown = cast(list[int], ids[tokens == token].tolist())  # pyright: ignore
-                self._need(False, f"token {token} was drawn from {shown}", rule)
-        held = torch.zeros_like(self.loss_mask)
-        held[tokens[ids == self.tokens[tokens]]] = True
+        count = len(tokens)
+        self._need(len(ids) == count, f"{len(ids)} kept_ids", f"{count}, as kept_counts")
+        wrong = ids < 0
+        wrong[1:] |= (ids[1:] <= ids[:-1]) & (tokens[1:] == tokens[:-1])
+        if bool(wrong.any()):
+            token = int(tokens[wrong.nonzero()[0, 0]])
+            shown = cast(list[int], ids[tokens == token].tolist())  # pyright: ignore
+            self._need(False, f"token {token} was drawn from {shown}", "rising ids >= 0")
+        drawn = torch.zeros_like(self.loss_mask)
+        drawn[tokens[ids == self.tokens[tokens]]] = True
         rule = "one of the kept_ids it was drawn from"
-        self._first((counts > 0) & ~held, self.tokens, "token id", rule)
+        self._first((counts > 0) & ~drawn, self.tokens, "token id", rule)
 
     def _check_routes(self) -> None:
         last = self.route_mask.numel() - 1
@@ -342,50 +329,56 @@ class Sample:
             f"route_mask True at token {last}, the last one",
             "False; the last token never was an input",
         )
-        if self.routes is None:
-            empty = not self.layer_ids and not bool(self.route_mask.any())
+        routes = self.routes
+        layers = self.layer_ids
+        if routes is None:
+            empty = not layers and not bool(self.route_mask.any())
             self._need(empty, "routes None", "no layer_ids and an all-False route_mask with it")
             return
-        shape = list(self.routes.shape)
         self._need(
-            self.routes.dim() == 3
-            and shape[0] == self.tokens.numel()
-            and shape[1] == len(self.layer_ids),
-            f"routes {shape}",
-            f"[{self.tokens.numel()} tokens, {len(self.layer_ids)} layers, K]",
+            routes.dim() == 3 and routes.shape[:2] == (last + 1, len(layers)),
+            f"routes {list(routes.shape)}",
+            f"[{last + 1} tokens, {len(layers)} layers, K]",
         )
         self._need(
-            self.routes.dtype in (torch.uint8, torch.uint16),
-            f"routes {self.routes.dtype}",
+            routes.dtype in (torch.uint8, torch.uint16),
+            f"routes {routes.dtype}",
             "the narrowest unsigned type, uint8 (up to 256 experts) or uint16",
         )
-        ids = self.layer_ids
-        self._need(
-            all(a < b for a, b in pairwise(ids)),
-            f"layer_ids {ids}",
-            "rising global layer ids",
-        )
+        rising = all(a < b for a, b in pairwise(layers))
+        self._need(rising, f"layer_ids {layers}", "rising global layer ids")
 
     def _check_images(self) -> None:
-        end = 0
+        start = 0
         for number, image in enumerate(self.images):
-            found = f"image {number} at tokens {image.row} to {image.row + image.rows}"
-            free = end <= image.row and image.row + image.rows <= self.prompt_len
-            self._need(free and image.rows > 0, found, "tokens of the prompt, after those before")
-            count = image.grid[0] * image.grid[1] * image.grid[2]
+            end = image.row + image.rows
+            self._need(
+                start <= image.row < end <= self.prompt_len,
+                f"image {number} at tokens {image.row} to {end - 1}",
+                "tokens of the prompt, after those before",
+            )
+            count = math.prod(image.grid)
             found = f"image {number} with patches {list(image.patches.shape)}"
             self._need(len(image.patches) == count, found, f"{count}, as its grid {image.grid}")
-            end = image.row + image.rows
+            start = end
 
-    def _first(self, bad: Tensor, value: Tensor, what: str, rule: str) -> None:
+    def _shaped(self, name: str, dtype: torch.dtype) -> None:
+        """Refuses a field unless it has one entry of this type a token."""
+        value = getattr(self, name)
+        shape = [self.tokens.numel()]
+        found = f"{name} {list(value.shape)} {value.dtype}"
+        good = list(value.shape) == shape and value.dtype == dtype
+        self._need(good, found, f"{shape} {dtype}, one entry a token")
+
+    def _first(self, bad: Tensor, value: Tensor, field: str, rule: str) -> None:
         if bool(bad.any()):
             token = int(bad.nonzero()[0])
-            self._need(False, f"token {token} has {what} {value[token].item()}", rule)
+            self._need(False, f"token {token} has {field} {value[token].item()}", rule)
 
     def _need(self, ok: bool, found: str, rule: str) -> None:
         if not ok:
-            where = f"Sample(prompt {self.prompt_id}, sample {self.index})"
-            raise ValueError(f"{where}: {found}, expected {rule}")
+            name = f"Sample(prompt {self.prompt_id}, sample {self.index})"
+            raise ValueError(f"{name}: {found}, expected {rule}")
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

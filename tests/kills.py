@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from pyrl_ext.metrics.sinks import read_rows
-from pyrl_ext.rollout.recorded_file import load_samples
+from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Sample
 from pyrl_ext.train.serve import healthy

@@ -70,7 +70,7 @@ def sample() -> Sample:
     [
         ({"prompt_len": 4}, "prompt_len 4 of 4 tokens"),
         ({"prompt_len": 0}, "prompt_len 0 of 4 tokens"),
-        ({"tokens": torch.tensor([5.0, 6, 7, 1])}, r"tokens torch\.float32, expected int64"),
+        ({"tokens": torch.tensor([5.0, 6, 7, 1])}, r"tokens \[4\] torch\.float32"),
         ({"loss_mask": torch.ones(3, dtype=torch.bool)}, r"loss_mask \[3\]"),
         ({"loss_mask": torch.ones(4, dtype=torch.bool)}, "token 0 has loss_mask True"),
         ({"rollout_logprobs": torch.tensor([0, 0, -1, float("nan")])}, "token 3 has log-prob nan"),
@@ -83,7 +83,7 @@ def sample() -> Sample:
         ({"route_mask": torch.ones(4, dtype=torch.bool)}, "route_mask True at token 3"),
         ({"finish_reason": "eos"}, "finish_reason 'eos'"),
         ({"kept_ids": int32(7)}, "kept_counts or kept_ids alone"),
-        ({"kept_counts": int32(-1, -1, 1, 1), "kept_ids": torch.tensor([7, 1])}, "kept_counts"),
+        ({"kept_counts": int32(-1, -1, 1, 1), "kept_ids": torch.tensor([7, 1])}, "kept_ids"),
         (kept((-1, 1, 1), (7, 1)), r"kept_counts \[3\]"),
         (kept((-1, -1, 1, 0), (7,)), "token 3 has kept_counts 0"),
         (kept((-1, -1, 1, -2), (7,)), "token 3 has kept_counts -2"),

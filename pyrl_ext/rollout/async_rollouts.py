@@ -133,7 +133,7 @@ class Ahead:
         while True:
             rollout = join_on_ranks(complete, whole, self.group, owns, depths, True)
             # the trainer waits for this proof only where it trains on what it is about
-            if rollout.counts["max_version"] < step or not self.engine.disproved():
+            if rollout.counts["max_version"] < step or not self.engine.samples_stale():
                 break
             self.again()
         self._first = step + 1

@@ -13,19 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
-
-__all__ = [
-    "Capabilities",
-    "Engine",
-    "Prompt",
-    "Sample",
-    "Sampling",
-    "Turn",
-    "TurnFeed",
-    "in_order",
-    "route_dtype",
-]
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +76,25 @@ class TurnFeed(Protocol):
         ...
 
 
+class AllAtOnce:
+    """The turns of a stream: one of each sample, and none later."""
+
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling):
+        budget = sampling.max_new_tokens
+        group = range(sampling.samples_per_prompt)
+        self._turns: list[Turn] | None = [Turn(p, i, 0, budget) for p in prompts for i in group]
+        self.trajectories = len(self._turns)
+        self.max_tokens = max((len(p.tokens) for p in prompts), default=0) + budget
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        turns = self._turns
+        self._turns = None
+        return turns
+
+    def fileno(self) -> int:
+        raise NotImplementedError("AllAtOnce.fileno: nothing comes later, expected no wait")
+
+
 class Engine(Protocol):
     """Generates samples from weights. A class that inherits it gets `generate`.
 
@@ -128,8 +135,7 @@ class Engine(Protocol):
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
 
-        A turn whose context begins with the tokens of an earlier turn of its trajectory continues
-        from what was computed of them. A token depends on the trajectory and on its place, not on
+        A token depends on the trajectory and on its place, not on
         the turns that run beside it. Closing the stream aborts what still runs.
 
         Args:
@@ -138,12 +144,12 @@ class Engine(Protocol):
         """
         raise RuntimeError(f"{type(self).__name__}.answer: it samples no turns")
 
-    def confirm(self, check: Callable[[], None]) -> None:
+    def verify_weights(self, check: Callable[[], None]) -> None:
         """Calls ``check``, which compares the weights of the last load: at once, or in a thread
-        that `disproved` waits for."""
+        that `samples_stale` waits for."""
         check()
 
-    def disproved(self) -> bool:
+    def samples_stale(self) -> bool:
         """True if samples that came since the last `load_weights` may be of other weights. They
         must not be used; those that come from now on may. Every rank has to call it."""
         return False
@@ -175,10 +181,11 @@ class Engine(Protocol):
         ...
 
 
-def require_weights(call: str, version: int | None, refusal: str) -> None:
-    """Raises RuntimeError if an engine has no complete weights; ``refusal`` says why."""
+def require_weights(call: str, version: int | None, refusal: str) -> int:
+    """The version of complete weights. Raises RuntimeError without them; ``refusal`` says why."""
     if version is None:
         raise RuntimeError(f"{call}: {refusal}, expected a load_weights that succeeded")
+    return version
 
 
 def need_processor(call: str, prompts: Iterable[Prompt], scale: object) -> None:

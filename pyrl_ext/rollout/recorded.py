@@ -1,105 +1,248 @@
-"""Rollout batches on disk, and the engine that plays them back."""
+"""Rollout batches on disk, and the engine that replays them.
+
+A batch is one safetensors file. Token-wise fields are tensors over the tokens of all samples; the
+JSON index in the file's metadata holds the other fields of each sample.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pyrl_ext.parallel.atomic_write import write_text
-from pyrl_ext.parallel.collective_errors import agree, gather_objects
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.atomic_write import replacing
+from pyrl_ext.parallel.collective_errors import agree
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.rollout.engine import Capabilities, Engine
-from pyrl_ext.rollout.recorded_file import load_samples, read_index, save_samples
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling
+
+FORMAT = "pyrl_ext rollout"
+TENSORS = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
+SCORES = "scores"
+_KEPT = "kept_ids"  # a tensor over the kept tokens
+_OTHER = [f.name for f in fields(Sample) if f.name not in (*TENSORS, _KEPT, "images")]
+
+Scores = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
+"""(prompt id, index, first turn) of a sample -> its tokens [n] int32, and their log-probs [n]."""
+
+
+def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None = None) -> None:
+    """Write samples to one safetensors file; a reader never sees half of it.
+
+    Args:
+        path: file to write or to replace
+        samples: at least one, all with the same router layers, kept sets and patch sizes
+        step: that trains on them; None: the first one's weight version
+
+    Raises:
+        ValueError: no sample, an inconsistent one, or samples with different kinds of fields
+        OSError: naming the file, when it cannot be written
+    """
+    if not samples:
+        raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
+    kinds = [_kind(sample.check()) for sample in samples]
+    for sample, kind in zip(samples, kinds, strict=True):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} has "
+                f"(layers, tensors) {kind}, expected {kinds[0]} as the first one"
+            )
+    layer_ids, names = kinds[0]
+    tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in names}
+    pictures: dict[tuple[Any, bytes], int] = {}  # each distinct picture is stored once
+    patches: list[Tensor] = []
+    entries: list[dict[str, Any]] = []
+    for sample in samples:
+        entry = {name: getattr(sample, name) for name in _OTHER}
+        entry["size"] = sample.tokens.numel()
+        entry["kept"] = 0 if sample.kept_ids is None else len(sample.kept_ids)
+        entry["images"] = []
+        for image in sample.images:
+            digest = hashlib.sha256(image.patches.contiguous().numpy()).digest()
+            number = pictures.setdefault((image.grid, digest), len(pictures))
+            if number == len(patches):
+                patches.append(image.patches)
+            entry["images"].append([number, image.row, image.rows])
+        entries.append(entry)
+    if patches:
+        tensors["patches"] = torch.cat(patches)
+    index = {
+        "step": samples[0].weight_version if step is None else step,
+        "layer_ids": layer_ids,
+        "samples": entries,
+        "grids": [grid for grid, _ in pictures],
+    }
+    with replacing(Path(path)) as partial:
+        _save(tensors, partial, {"format": FORMAT, "index": json.dumps(index)})
+
+
+def _kind(sample: Sample) -> tuple[tuple[int, ...], list[str]]:
+    names = [name for name in (*TENSORS, _KEPT) if getattr(sample, name) is not None]
+    return sample.layer_ids, names
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def load_samples(path: str | Path) -> list[Sample]:
+    """Read the samples that `save_samples` wrote.
+
+    Raises: ValueError for another file, a cut one, or inconsistent samples.
+    """
+    index = read_index(Path(path))
+    tensors = load_file(path)
+    entries: list[dict[str, Any]] = index["samples"]
+    ids = tensors.pop(_KEPT, None)
+    sizes = [entry.pop("size") for entry in entries]
+    kept = [entry.pop("kept") for entry in entries]
+    parts = {name: t.split(sizes) for name, t in tensors.items() if name != "patches"}
+    grids = [tuple(grid) for grid in index["grids"]]
+    patches: list[Any] = []
+    if grids:
+        patches += tensors["patches"].split([int(np.prod(grid)) for grid in grids])
+    kept_ids = None if ids is None else ids.split(kept)
+    samples: list[Sample] = []
+    for row, entry in enumerate(entries):
+        images = [Image(row, rows, grids[n], patches[n]) for n, row, rows in entry["images"]]
+        entry["images"] = tuple(images)
+        entry["layer_ids"] = tuple(index["layer_ids"])
+        entry["spans"] = tuple(map(tuple, entry["spans"]))
+        entry["version_spans"] = tuple(map(tuple, entry["version_spans"]))
+        entry |= {name: part[row].clone() for name, part in parts.items()}
+        entry[_KEPT] = None if kept_ids is None else kept_ids[row].clone()
+        entry.setdefault("routes", None)
+        samples.append(Sample(**entry).check())
+    return samples
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The JSON index of a file, from its header alone.
+
+    Raises: ValueError for another file or a cut one.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        if metadata.get("format") == FORMAT:
+            return json.loads(metadata["index"])
+        problem = f"format {metadata.get('format')!r}"
+    except (OSError, SafetensorError) as error:
+        problem = str(error)
+    raise ValueError(f"{path}: {problem}, expected a whole file of save_samples ({FORMAT!r})")
+
+
+def save_scores(
+    folder: Path, step: int, rank: int, index: BatchIndex, shard: BatchShard, logprobs: Tensor
+) -> None:
+    """Write the trainer's log-probs [N] float32 [nats] of the rows that this rank computed, before
+    the update; of tensor-parallel ranks, which have the same, the first one writes.
+
+    Raises: OSError naming the file, when it cannot be written.
+    """
+    if not logprobs.numel() or shard.role.tp_rank:
+        return
+    rows = shard.rows.tokens
+    own, samples = np.unique(shard.lengths.sample_of(rows), return_inverse=True)
+    tokens = rows - shard.lengths.starts[own][samples] + 1  # a row scores the token after it
+    ids = np.stack([index.groups[own], index.places[own], index.turns[own]], 1)
+    tensors = {
+        "ids": torch.tensor(ids, dtype=torch.int64),
+        "samples": torch.tensor(samples, dtype=torch.int32),
+        "tokens": torch.tensor(tokens, dtype=torch.int32),
+        "logprobs": logprobs,
+    }
+    with replacing(folder / SCORES / f"step-{step:06d}-rank-{rank}.safetensors") as partial:
+        _save(tensors, partial)
+
+
+def load_scores(folder: Path, step: int) -> Scores:
+    """The log-probs of a step from all ranks; empty if they were not recorded.
+
+    Raises: ValueError naming a damaged file.
+    """
+    scores: Scores = {}
+    for file in sorted((folder / SCORES).glob(f"step-{step:06d}-rank-*.safetensors")):
+        try:
+            rank_scores = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file}: {error}, expected a file of save_scores") from error
+        for row, ids in enumerate(rank_scores["ids"].tolist()):
+            chosen = rank_scores["samples"] == row
+            tokens = rank_scores["tokens"][chosen]
+            logprobs = rank_scores["logprobs"][chosen]
+            if (key := tuple(ids)) in scores:  # context-parallel ranks share a sample
+                tokens = torch.cat([scores[key][0], tokens])
+                logprobs = torch.cat([scores[key][1], logprobs])
+            scores[key] = (tokens, logprobs)
+    return scores
 
 
 class Recorder:
-    """Writes the rollout batches of a run: one file for each step and rank with samples, and
-    ``index.json`` with one line for each file, which the main rank writes.
+    """Writes the rollout batches of a run: one file for each step and rank with samples.
 
     Args:
         folder: made when the first batch comes
-        start: first weight version to come; files from this version on, which a run wrote after
-            its last checkpoint, are removed by the main rank
+        start: next step; the main rank removes files from this step on, which a run wrote after its
+            last checkpoint
         topo: of this rank
-
-    Raises:
-        ValueError: the index is not one
     """
 
     def __init__(self, folder: str | Path, topo: Topology, start: int = 0):
         self.folder = Path(folder)
         self.topo = topo
-        self.index = self.folder / "index.json"
-        self.batches: list[dict[str, Any]] = []
-        if not topo.is_main:
-            return
-        if self.index.exists():
-            try:
-                batches = json.loads(self.index.read_text())
-                self.batches = [entry for entry in batches if entry["version"] < start]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{self.index}: unreadable ({error!r}), expected a list of recorded batches"
-                ) from error
-        for file in self.folder.glob("**/step-*.safetensors"):  # of the trainer's scores, too
-            step = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
-            if step and int(step[1]) >= start:
+        for file in self.folder.glob("**/step-*.safetensors") if topo.is_main else ():
+            name = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
+            if name and int(name[1]) >= start:
                 file.unlink()
 
-    def save(self, version: int, samples: Sequence[Sample]) -> None:
-        """Write the scored samples of a step that this rank owns, and then a line in the index.
+    def save(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the scored samples of a step that this rank owns.
 
         Communicates: a line of every rank.
         Raises:
             ValueError, OSError: as `save_samples`; on the other ranks RuntimeError
         """
-        entry = None
+        suffix = "" if self.topo.world_size == 1 else f"-rank-{self.topo.rank}"
         error = None
         try:
-            entry = self._write(version, samples) if samples else None
-        except (ValueError, OSError) as caught:  # the others would wait for its line
+            if samples:
+                path = self.folder / f"step-{step:06d}{suffix}.safetensors"
+                save_samples(path, samples, step)
+        except (ValueError, OSError) as caught:
             error = caught
-        agree(f"Recorder.save({self.folder})", error, version, "steps", self.topo.world)
-        lines = gather_objects(entry, self.topo.world)
-        if self.topo.is_main:
-            self.batches += [line for line in lines if line is not None]
-            text = ",\n".join(json.dumps(each) for each in self.batches)
-            write_text(self.index, f"[\n{text}\n]\n")
-
-    def _write(self, version: int, samples: Sequence[Sample]) -> dict[str, Any]:
-        alone = self.topo.world_size == 1
-        suffix = "" if alone else f"-rank-{self.topo.rank}"
-        file = self.folder / f"step-{version:06d}{suffix}.safetensors"
-        save_samples(file, samples, version)
-        return {
-            "version": version,
-            "file": file.name,
-            "samples": len(samples),
-            "tokens": sum(s.tokens.numel() for s in samples),
-            "bytes": file.stat().st_size,
-        }
+        agree(f"Recorder.save({self.folder})", error, step, "steps", self.topo.world)
 
 
 class RecordedEngine(Engine):
-    """Plays stored samples back: `stream` yields what was recorded for each prompt.
+    """Replays stored samples: `stream` yields the recorded samples of each prompt.
 
-    A prompt is found by the step (`Sampling.step`; None: the weight version last given to
-    `load_weights`) and by its id, so a resumed run, and a run over more ranks, gets the same
-    samples as the first. Weights are not used.
+    The step (`Sampling.step`; None: the weight version last given to `load_weights`) and the prompt
+    id select samples, so a resumed run, and a run over more ranks, gets the same samples as the
+    first. Weights are not used.
 
     Args:
         path: a file of `save_samples`, or a folder of such files (*.safetensors)
         whole: every group has all its samples, one a trajectory; else several turns were recorded,
-            and trajectories that were dropped are missing
+            and dropped trajectories are missing
 
     Raises:
-        ValueError: nothing there, or a damaged index
+        ValueError: no batch, a damaged file, or a prompt that was recorded twice
     """
 
     def __init__(self, path: str | Path, whole: bool = True):
@@ -110,15 +253,12 @@ class RecordedEngine(Engine):
             raise ValueError(f"{path}: no *.safetensors in it, expected recorded rollout batches")
         self.files: dict[tuple[int, int], Path] = {}  # (step, prompt id) -> file
         self.routes = self.sampling_mask = True
-        self.steps: dict[Path, int | None] = {}  # None: each sample is of its version's
         for file in files:
             index = read_index(file)
-            step = self.steps[file] = index.get("step")
             self.routes &= bool(index["layer_ids"])
-            self.sampling_mask &= all("kept" in entry for entry in index["samples"])
-            entries = index["samples"]
-            steps = (e["weight_version"] if step is None else step for e in entries)
-            for key in {*zip(steps, (e["prompt_id"] for e in entries), strict=True)}:
+            self.sampling_mask &= all(entry["kept"] for entry in index["samples"])
+            for prompt in {entry["prompt_id"] for entry in index["samples"]}:
+                key = (index["step"], prompt)
                 if key in self.files:
                     raise ValueError(
                         f"{file}: prompt {key[1]} of step {key[0]} is also in {self.files[key]}, "
@@ -129,7 +269,7 @@ class RecordedEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Routes if every batch has them; whatever the recording engine sampled."""
+        """Routes and kept sets if every batch has them; all kinds of sampling."""
         return Capabilities(
             self.routes,
             weights=False,
@@ -160,29 +300,26 @@ class RecordedEngine(Engine):
             RuntimeError: no step and no version was given
             ValueError: a prompt was not recorded, or its tokens or group size differ
         """
-        if (step := self.version if sampling.step is None else sampling.step) is None:
+        step = self.version if sampling.step is None else sampling.step
+        if step is None:
             raise RuntimeError(
                 "RecordedEngine.stream: no weight version, expected load_weights first"
             )
-        keys = [(step, p.id) for p in prompts]
-        if not self.whole:  # all trajectories of a prompt may be missing, but not of all prompts
-            keys = [key for key in keys if key in self.files] or keys
-        if missing := [prompt for _, prompt in (k for k in keys if k not in self.files)]:
-            known = sorted({each for each, _ in self.files})
+        missing = [p.id for p in prompts if (step, p.id) not in self.files]
+        # of several turns, all trajectories of some prompts may be missing
+        if missing and (self.whole or len(missing) == len(prompts)):
             raise ValueError(
-                f"{self.path}: no samples of step {step} for prompts {_short(missing)}, expected "
-                f"some; recorded steps are {_short(known)}"
+                f"{self.path}: no samples of step {step} for prompts {missing[:8]}, expected some; "
+                f"recorded steps are {sorted({key[0] for key in self.files})}"
             )
         groups: dict[int, list[Sample]] = {p.id: [] for p in prompts}
-        for file in dict.fromkeys(self.files[key] for key in keys):
+        files = dict.fromkeys(self.files[step, p.id] for p in prompts if p.id not in missing)
+        for file in files:
             for sample in load_samples(file):
-                mine = self.steps[file] in (None, step) and sample.prompt_id in groups
-                if mine and step in (self.steps[file], sample.weight_version):
+                if sample.prompt_id in groups:
                     groups[sample.prompt_id].append(sample)
         for prompt in prompts:
-            if self.whole:
-                self._check_whole(groups[prompt.id], prompt, sampling.samples_per_prompt)
-            self._check(groups[prompt.id], prompt)
+            self._check(groups[prompt.id], prompt, sampling.samples_per_prompt)
         for prompt in prompts:
             yield from groups[prompt.id]
 
@@ -193,29 +330,25 @@ class RecordedEngine(Engine):
     def close(self) -> None:
         """Nothing to close."""
 
-    def _check_whole(self, group: list[Sample], prompt: Prompt, size: int) -> None:
-        if [s.index for s in group] != list(range(size)):
+    def _check(self, group: list[Sample], prompt: Prompt, size: int) -> None:
+        indices = [sample.index for sample in group]
+        if self.whole and indices != list(range(size)):
             raise ValueError(
-                f"{self.path}: prompt {prompt.id} has samples {_short([s.index for s in group])}, "
-                f"expected 0 to {size - 1} (samples_per_prompt {size})"
+                f"{self.path}: prompt {prompt.id} has samples {indices}, expected 0 to {size - 1} "
+                f"(samples_per_prompt {size})"
             )
-
-    def _check(self, group: list[Sample], prompt: Prompt) -> None:
+        images = [(image.row, image.rows) for image in prompt.images]
         for sample in group:
-            known = tuple(sample.tokens[: sample.prompt_len].tolist())
-            if self.whole and known != prompt.tokens:  # an environment may add to it or rewrite it
+            tokens = sample.tokens[: sample.prompt_len].tolist()
+            # an environment may add tokens to the prompt or rewrite it
+            if self.whole and tokens != list(prompt.tokens):
                 raise ValueError(
                     f"{self.path}: prompt {prompt.id}, sample {sample.index} was recorded for the "
-                    f"tokens {_short(known)}, expected {_short(prompt.tokens)}"
+                    f"tokens {tokens[:8]}, expected {list(prompt.tokens[:8])}"
                 )
-            shown = [(image.row, image.rows) for image in sample.images]
-            if shown != (expected := [(image.row, image.rows) for image in prompt.images]):
+            recorded = [(image.row, image.rows) for image in sample.images]
+            if recorded != images:
                 raise ValueError(
                     f"{self.path}: prompt {prompt.id}, sample {sample.index} was recorded with "
-                    f"images at (row, rows) {shown}, expected {expected}"
+                    f"images at (row, rows) {recorded}, expected {images}"
                 )
-
-
-def _short(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown}, ... ({len(values)} in all)" if len(values) > 8 else shown

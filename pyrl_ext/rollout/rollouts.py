@@ -159,15 +159,15 @@ class Rollouts:
                 rollout = generate_on_ranks(
                     self.engine, request, scorer, *ranks, show, depths, self.holders
                 )
-                if not self.disproved():
+                if not self.samples_stale():
                     return rollout
 
-    def disproved(self) -> bool:
-        """As `Engine.disproved`; steps that are generated ahead are begun again."""
-        disproved = self.engine.disproved()
-        if disproved and self.ahead is not None:
+    def samples_stale(self) -> bool:
+        """As `Engine.samples_stale`; steps that are generated ahead are begun again."""
+        samples_stale = self.engine.samples_stale()
+        if samples_stale and self.ahead is not None:
             self.ahead.again()
-        return disproved
+        return samples_stale
 
     def _request(
         self,

@@ -19,8 +19,7 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.atomic_write import write_text
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.recorded import Recorder
-from pyrl_ext.rollout.recorded_scores import save_scores
+from pyrl_ext.rollout.recorded import Recorder, save_scores
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
 

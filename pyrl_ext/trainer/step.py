@@ -298,7 +298,7 @@ class RolloutStep(Step):
             old = self.policy.scores(shard, self.plan.replay.old)
         if check:
             self._check_batch(shard, old)
-        self.rollouts.disproved()  # before the weights change; the rows are of proved ones
+        self.rollouts.samples_stale()  # before the weights change; the rows are of proved ones
         columns = {"old_logprobs": old.logprobs}
         if self.plan.objective.kl_coef:
             with phase("time/ref_logprobs"):

@@ -116,7 +116,7 @@ def sync_weights(
     Communicates: as ``named`` does. Syncs: twice, for the digests.
 
     Raises: RuntimeError on the rank whose engine holds a tensor that differs from the one sent; or
-        `Engine.disproved` does.
+        `Engine.samples_stale` does.
     """
     if not engine.capabilities.weights:
         engine.load_weights(named, version, only)
@@ -135,7 +135,7 @@ def sync_weights(
                 "would come from other weights" + _lines(wrong)
             )
 
-    engine.confirm(check_digests)
+    engine.verify_weights(check_digests)
     return {"publish/checked": len(compared), "publish/tensor_bytes": sent.bytes}
 
 

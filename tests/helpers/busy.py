@@ -83,7 +83,7 @@ class BusyEngine(Engine):
             self.given.append(sample)
             yield sample
 
-    def disproved(self) -> bool:
+    def samples_stale(self) -> bool:
         if self.version != self.wrong:
             return False
         self.wrong = None

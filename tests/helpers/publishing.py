@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -19,7 +20,8 @@ from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
 
-CANARY = Canary.of(Model(128, 4, (1, 2, 3), 8, 2), 512, False, 1.0, True)
+# the embedded engine has no cache
+CANARY = replace(Canary.of(Model(128, 4, (1, 2, 3), 8, 2), 512, False, 1.0, True), cached=0)
 REQUEST = Request("r", tuple(range(3, 20)), 4)
 
 

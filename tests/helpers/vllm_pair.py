@@ -94,18 +94,19 @@ class Pair:
         tokens[-1] = 0
         with torch.no_grad():
             logits = self.hf.model(tokens[None], **self.images(sample)).logits[0]
-        chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
+        chosen = [x.view(len(sample.tokens), -1) for x in self.hf.routed.chosen.values()]
         return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
 
     def images(self, sample: Sample) -> dict[str, Tensor]:
         """The arguments by which transformers takes the images of a sample."""
-        if not sample.images or self.hf.images.scale is None:
+        if not sample.images or self.hf.routed.images.scale is None:
             return {}
+        patches = torch.cat([image.patches for image in sample.images])
         is_image = torch.zeros(1, len(sample.tokens), dtype=torch.int32)
         for image in sample.images:
             is_image[0, image.row : image.row + image.rows] = 1
         return {
-            "pixel_values": self.hf.images.scale(torch.cat([i.patches for i in sample.images])),
+            "pixel_values": self.hf.routed.images.scale(patches),
             "image_grid_thw": torch.tensor([image.grid for image in sample.images]),
             "mm_token_type_ids": is_image,
         }

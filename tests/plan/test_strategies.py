@@ -253,7 +253,7 @@ def test_read_lengths_reads_every_kind_of_file(tmp_path: Path):
     recorder = Recorder(tmp_path / "run", one_rank(tiny_plan()))
     recorder.save(0, [sample(9, 0)])
     recorder.save(1, [sample(4, 7), sample(15, 7), sample(16, 9)])
-    for name in ("a.txt", "a.json", "run", "run/index.json", "run/step-000001.safetensors"):
+    for name in ("a.txt", "a.json", "run", "run/step-000001.safetensors"):
         found = read_lengths(str(tmp_path / name), 2)
         assert [each.rows for each in found] == [3, 14, 15]
         prompts = [each.prompt for each in found]
@@ -276,7 +276,6 @@ def test_read_lengths_reads_every_kind_of_file(tmp_path: Path):
         ("a.json", '[3, "4"]', r"a.json:1: item 1 is '4', expected"),
         ("a.safetensors", "short", r"a.safetensors: unreadable header .* rollout.record wrote"),
         ("a.safetensors", "x" * 100, r"a.safetensors: unreadable header .* rollout.record wrote"),
-        ("index.json", "{}", r"index.json: unreadable .* expected a list of recorded batches"),
     ],
 )
 def test_main_refuses_what_is_no_length(tmp_path: Path, capsys, name, text, message):
@@ -290,7 +289,7 @@ def test_main_refuses_files_that_are_not_there_or_no_text(tmp_path: Path, capsys
     for name, words in (("none", "No such file"), ("binary", "not text, expected numbers")):
         assert main([LONG, "--lengths", str(tmp_path / name)]) == 2
         assert words in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"index.json: No such file"):
+    with pytest.raises(ConfigError, match=r"step-\*.safetensors: No such file"):
         compare(compile_plan(LONG), str(tmp_path))
 
 

@@ -21,7 +21,7 @@ from pyrl_ext.parallel.user_code import UserExit
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.async_rollouts import Ahead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
-from pyrl_ext.rollout.recorded_file import load_samples, save_samples
+from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from pyrl_ext.schedule.look_ahead import SPARE

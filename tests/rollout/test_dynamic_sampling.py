@@ -14,7 +14,7 @@ from pyrl_ext.data.prompts import PromptSource
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.dynamic_sampling import fill, stream_step
-from pyrl_ext.rollout.recorded_file import load_samples
+from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Prompt, Sample
 from tests.helpers.engines import random_sample
 from tests.helpers.ranks import run_ranks

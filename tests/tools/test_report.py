@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pyrl_ext.metrics.sinks import JsonlSink
-from pyrl_ext.rollout.recorded_file import save_samples
+from pyrl_ext.rollout.recorded import save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.curves import POINTS, charts, columns, grouped, thinned
 from pyrl_ext.tools.report.events import alarms, events

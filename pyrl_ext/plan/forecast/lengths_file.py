@@ -33,15 +33,15 @@ def read_lengths(path: str, samples_per_prompt: int) -> list[Length]:
 
     Args:
         path: numbers, one a line; a JSON list of numbers; a recorded batch, `*.safetensors`; or the
-            folder of such, or its index.json: the last batch in it
+            folder of such: the last batch in it
         samples_per_prompt: of a file of numbers
 
     Raises:
         ConfigError: naming the file and the line of everything that is no length
     """
     file = Path(path)
-    if file.is_dir() or file.name == "index.json":
-        file = _last_batch(file / "index.json" if file.is_dir() else file)
+    if file.is_dir():
+        file = max(file.glob("step-*.safetensors"), default=file / "step-*.safetensors")
     found = _recorded(file) if file.suffix == ".safetensors" else _numbers(file)
     problems: list[Problem] = []
     lengths: list[Length] = []
@@ -96,16 +96,6 @@ def _numbers(file: Path) -> Found:
     lines = (text.count("\n", 0, at.start()) + 1 for at in re.finditer(r"[^\s,\[\]]+", text))
     for value, line in zip(values, lines, strict=True):
         yield value, line, None
-
-
-def _last_batch(index: Path) -> Path:
-    """The file of the last batch in the index of a folder of recorded batches."""
-    try:
-        name = json.loads(_bytes(index, HEADER))[-1]["file"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        message = f"unreadable ({error!r}), expected a list of recorded batches"
-        raise _refuse(index, message) from None
-    return index.parent / str(name)
 
 
 def _recorded(file: Path) -> Found:

@@ -36,7 +36,6 @@ class Destinations:
     def __init__(self, model: PreTrainedModel):
         self.where = type(model).__name__
         self.parts = published(model.config, dict(_views(model)))
-        self.wholes = [t for t in model.state_dict().values() if t.is_floating_point()]
         config: Any = model.config.get_text_config()
         layers = int(config.num_hidden_layers)
         extra = int(getattr(config, "num_nextn_predict_layers", None) or 0)
@@ -81,73 +80,57 @@ class Destinations:
     ) -> None:
         """Writes every destination exactly once; tensors of MTP layers are skipped.
 
-        Args:
-            named: (name, tensor)
-            only: names of the tensors that are sent; None: all
-
-        Raises:
-            ValueError: listing unknown and missing names, names given twice, wrong shapes and
-                non-finite values; the model is then partly written
-
-        Syncs: once, for the finiteness of all tensors together, as the engine holds them.
+        Args, Raises, Syncs: as `check`; after an error the model is partly written
         """
-        written: list[str] = []
-        problems: list[str] = []
-        for name, value in self._matched(named, only, problems):
+        for name, value in self.check(named, only):
             parts = self.parts[name]
-            for part, rows in zip(parts, value.chunk(len(parts)) if len(parts) > 1 else [value]):
-                part.copy_(rows.reshape(part.shape))
-            written.append(name)
-        problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
-        self._refuse(problems)
+            rows = value.chunk(len(parts)) if len(parts) > 1 else [value]
+            for part, part_rows in zip(parts, rows, strict=True):
+                part.copy_(part_rows.reshape(part.shape))
 
     def check(
         self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Passes on the tensors that have a destination, for an engine that writes them itself.
+        """Passes on the tensors that have a destination.
 
         Args:
             only: names of the tensors that are sent; None: all
 
         Raises:
-            ValueError: after the last tensor, as `fill` does
+            ValueError: after the last tensor, listing unknown and missing names, names given twice,
+                wrong shapes and non-finite values
 
         Syncs: once, after the last tensor, for the finiteness of all together.
         """
+        expected = self.parts.keys() if only is None else set(only)
+        seen = set[str]()
         finite: dict[str, Tensor] = {}
         problems: list[str] = []
-        for name, value in self._matched(named, only, problems):
-            finite[name] = torch.isfinite(value).all()
-            yield name, value
-        if finite:
-            first, *_ = finite.values()
-            good = torch.stack([each.to(first.device) for each in finite.values()]).tolist()
-            problems += [f"{n}: holds nan or inf" for n, ok in zip(finite, good) if not ok]
-        self._refuse(problems)
-
-    def _matched(
-        self,
-        named: Iterable[tuple[str, Tensor]],
-        only: Collection[str] | None,
-        problems: list[str],
-    ) -> Iterator[tuple[str, Tensor]]:
-        wanted = self.parts.keys() if only is None else set(only)
-        given = set[str]()
         for name, value in named:
             if name not in self.parts:
                 if layer_of(name) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
-            elif name not in wanted:
-                problems.append(f"{name}: not among the {len(wanted)} that were announced")
-            elif name in given:
+            elif name not in expected:
+                problems.append(f"{name}: not among the {len(expected)} that were announced")
+            elif name in seen:
                 problems.append(f"{name}: given twice")
             elif value.shape != (shape := self.shape(name)):
                 problems.append(f"{name}: shape {list(value.shape)}, expected {list(shape)}")
             else:
+                finite[name] = torch.isfinite(value).all()
                 yield name, value
-            given.add(name)
-        missing = wanted - given
+            seen.add(name)
+        missing = expected - seen
         problems += [f"{name}: missing" for name in self.parts if name in missing]
+        if finite:
+            first = next(iter(finite.values()))
+            flags = torch.stack([flag.to(first.device) for flag in finite.values()]).tolist()
+            problems += [f"{n}: holds nan or inf" for n, ok in zip(finite, flags) if not ok]
+        if problems:
+            raise ValueError(
+                f"{self.where}.load_weights: {len(problems)} problems, expected every parameter "
+                f"and persistent buffer exactly once:\n  " + "\n  ".join(problems)
+            )
 
     def need_whole_layers(self, names: Collection[str]) -> None:
         """Raises ValueError if ``names`` holds only some of the tensors of a decoder layer."""
@@ -159,21 +142,6 @@ class Destinations:
                 f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers are "
                 f"not sent, {lacking[:4]}, expected whole layers; this engine fuses their tensors"
             )
-
-    def _refuse(self, problems: list[str]) -> None:
-        if problems:
-            raise ValueError(
-                f"{self.where}.load_weights: {len(problems)} problems, expected every parameter "
-                f"and persistent buffer exactly once:\n  " + "\n  ".join(problems)
-            )
-
-    def _not_finite(self, written: list[str]) -> list[str]:
-        """Names of the tensors with non-finite values. The model's own tensors, which are fewer
-        than a checkpoint's, are looked at first."""
-        extremes = [torch.stack(torch.aminmax(whole)).float() for whole in self.wholes]
-        if not extremes or bool(torch.stack(extremes).isfinite().all()):
-            return []
-        return [name for name in written if not self.tensor(name).isfinite().all()]
 
 
 def _views(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:

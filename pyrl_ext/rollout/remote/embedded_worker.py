@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.rollout.engine import AllAtOnce
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.run import Run
 from pyrl_ext.rollout.hf.sampling import processed_logprobs, stream_keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request, Top
-from pyrl_ext.rollout.static_feed import AllAtOnce
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 
 
@@ -86,21 +86,24 @@ class SamplingBatch(Run):
         feed = AllAtOnce([], sampling)
         feed.trajectories = engine.max_num_seqs
         feed.max_tokens = max_tokens
-        super().__init__(engine, feed, sampling, "answer")
+        assert engine.version is not None
+        limits = (engine.max_num_seqs, engine.max_prefill_tokens, engine.tokenizer)
+        super().__init__(engine.routed, engine.version, feed, sampling, "answer", *limits)
+        self.engine = engine
         self.open = False  # requests come through `put`
         self.jobs: dict[int, Job] = {}
         self.counts = counts
 
     def put(self, job: Job) -> None:
         """Takes a request. Raises: ValueError for one that the engine cannot answer."""
-        self._check(job.turn)
+        self.check(job.turn)
         self.jobs[job.turn.index] = job
         self.counts["prompt"] += len(job.request.token_ids)
-        self._add(job.turn)
+        self.waiting.append(job.turn)
 
     def step(self) -> None:
         """One forward, if any request waits or runs."""
-        for sample in self.engine.step(self):
+        for sample in self.forward():
             self._end(sample, sample.finish_reason)
 
     def abort(self, jobs: Collection[Job]) -> None:
@@ -112,8 +115,8 @@ class SamplingBatch(Run):
         slots = self.slots
         done = np.array([t.index in numbers for t in slots.turn[: slots.running]], dtype=bool)
         if done.any():
-            samples = self._harvest(np.flatnonzero(done), np.zeros(int(done.sum()), dtype=bool))
-            slots.retire(done, park=False)
+            samples = self.harvest(np.flatnonzero(done), np.zeros(int(done.sum()), dtype=bool))
+            slots.retire(done)
             for sample in samples:
                 self._end(sample, "abort")
 
@@ -154,7 +157,7 @@ class SamplingBatch(Run):
         routes = None
         if sample.routes is not None:
             rows = sample.routes[job.request.routes_from : len(sample.tokens) - 1].numpy()
-            layers = int(self.engine.text.num_hidden_layers)
+            layers = int(self.model.text.num_hidden_layers)
             routes = np.zeros((len(rows), layers, rows.shape[2]), dtype=rows.dtype)
             routes[:, list(sample.layer_ids)] = rows  # as vLLM: rows of dense layers are 0
         job.end(reason, routes)

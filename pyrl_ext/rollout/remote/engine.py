@@ -16,7 +16,14 @@ from torch import Tensor
 
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, require_weights
+from pyrl_ext.rollout.engine import (
+    AllAtOnce,
+    Capabilities,
+    Engine,
+    TurnFeed,
+    agreed_digests,
+    require_weights,
+)
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import Model
@@ -25,7 +32,6 @@ from pyrl_ext.rollout.remote.protocol import RPC, Request
 from pyrl_ext.rollout.remote.router import Router, ServerState
 from pyrl_ext.rollout.remote.stream import Stream
 from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync
-from pyrl_ext.rollout.static_feed import AllAtOnce
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
@@ -103,7 +109,7 @@ class ServersEngine(Engine):
 
         New requests wait until all ranks are done. A server that fails is taken out; one that is
         there again or new joins once it gets all tensors, not with ``only`` some. With ``keep``
-        this returns earlier, and `disproved` waits for the rest.
+        this returns earlier, and `samples_stale` waits for the rest.
 
         Raises: RuntimeError on every rank if one failed or too few servers are left.
         Communicates: three lines of every rank; every byte of the weights once to each server, or
@@ -112,13 +118,13 @@ class ServersEngine(Engine):
         self.sync.load(named, version, only)
         self.version = version
 
-    def confirm(self, check: Callable[[], None]) -> None:
+    def verify_weights(self, check: Callable[[], None]) -> None:
         """Servers generate while digests are compared."""
-        self.sync.confirm(check)
+        self.sync.verify_weights(check)
 
-    def disproved(self) -> bool:
-        """See `WeightSync.disproved`."""
-        return self.sync.disproved(self.score_canaries)
+    def samples_stale(self) -> bool:
+        """See `WeightSync.samples_stale`."""
+        return self.sync.samples_stale(self.score_canaries)
 
     def _counts(self) -> Mapping[str, float]:
         """Prompts of this rank, by what became of them."""

@@ -433,15 +433,15 @@ class WeightSync:
         if publishing is not None:
             publishing.result()
 
-    def confirm(self, check: Callable[[], None]) -> None:
+    def verify_weights(self, check: Callable[[], None]) -> None:
         """Servers generate while digests are compared."""
         self._check = self._thread.submit(check)
 
-    def disproved(self, score: ScoreCanaries | None) -> bool:
+    def samples_stale(self, score: ScoreCanaries | None) -> bool:
         """Take out servers that generate with other weights since the last publish.
 
-        Returns: as `Engine.disproved`.
-        Raises: RuntimeError on every rank for what `confirm` was given to check, or `wait` does.
+        Returns: as `Engine.samples_stale`.
+        Raises: RuntimeError on every rank for what `verify_weights` was given to check, or `wait` does.
         Communicates: the trainer's forward over the canary, and two lines of each rank.
         """
         if not self._unproved:
@@ -456,7 +456,7 @@ class WeightSync:
         except Exception as caught:  # every rank has to know
             error = caught
         self._check = None
-        agree("ServersEngine.disproved", error, self._version, "weights", self.group)
+        agree("ServersEngine.samples_stale", error, self._version, "weights", self.group)
         reasons = self.publish.prove(self._version, score)
         wrong, *_ = gather_objects(dict(reasons), self.group)
         self.metrics |= self.publish.metrics

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import (
+    AllAtOnce,
     Capabilities,
     Engine,
     TurnFeed,
@@ -24,15 +25,13 @@ from pyrl_ext.rollout.engine import (
     replaced,
     require_weights,
 )
-from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
-from pyrl_ext.rollout.static_feed import AllAtOnce
+from pyrl_ext.rollout.hf.sampling import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
-from pyrl_ext.rollout.vllm.first_rank import reports_routes
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
 from pyrl_ext.rollout.vllm.requests import Requests
 from pyrl_ext.rollout.vllm.sampling_mask import returned_sets, sample_fields
-from pyrl_ext.rollout.vllm.start import start, unwritten, world_of
+from pyrl_ext.rollout.vllm.start import reports_routes, start, unwritten, world_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, route_dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from pyrl_ext.tools.report.state import Folder
 
 if TYPE_CHECKING:
-    from pyrl_ext.rollout.recorded_scores import Scores
+    from pyrl_ext.rollout.recorded import Scores
     from pyrl_ext.samples import Sample
 
 SHOWN = 2
@@ -97,8 +97,7 @@ def recorded(folder: Folder) -> Recorded:
         return Recorded(f"No step is in {plan.rollout.record}/ yet.")
     from pyrl_ext.data.files import DataError
     from pyrl_ext.data.tokenizer import load_tokenizer
-    from pyrl_ext.rollout.recorded_file import load_samples  # imports torch
-    from pyrl_ext.rollout.recorded_scores import load_scores
+    from pyrl_ext.rollout.recorded import load_samples, load_scores  # imports torch
 
     step = int(files[-1].name[len("step-") :][:6])
     try:

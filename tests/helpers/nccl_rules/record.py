@@ -55,7 +55,7 @@ HOST_CALLERS = (
     "pyrl_ext/parallel/topology.py",
     "pyrl_ext/pack/delivery.py",
     "pyrl_ext/replay/routed_experts.py",
-    "pyrl_ext/rollout/in_step.py",
+    "pyrl_ext/rollout/distribute.py",
     "tests/",
 )
 # files whose tensors are on the host in the group of all ranks, which has no communicator

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pyrl_ext.rollout.hf.stop_strings import StopStrings
+from pyrl_ext.rollout.hf.sampling import StopStrings
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import (
     GLM,

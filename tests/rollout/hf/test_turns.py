@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from pyrl_ext.rollout.hf import run
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 from tests.helpers.engines import (
@@ -21,7 +21,6 @@ from tests.helpers.engines import (
     prompts_of,
     random_model,
 )
-from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
 from tests.helpers.prompts import CONFIGS as FOLDERS
 from tests.helpers.turns import ScriptedFeed, afresh, answers, by_turn, first_turns, ragged
 
@@ -52,19 +51,17 @@ def equal(got: Sample, expected: Sample) -> None:
     )
 
 
-@pytest.mark.parametrize("slots", [128, 7], ids=["parked", "evicted"])
+@pytest.mark.parametrize("slots", [128, 7], ids=["roomy", "crowded"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_answer_equals_whole_forwards_of_every_context(family: str, slots: int):
-    """Four turns of twelve trajectories, some of which fork; with fewer rows than trajectories
-    parked ones are lost and computed again."""
+    """Four turns of twelve trajectories, some of which fork."""
     config = CONFIGS[family]
     model = random_model(config)
     engine = engine_of(model, config, max_num_seqs=slots)
     prompts = prompts_of([1, 7, 3, 12], config["vocab_size"])
     script = ragged(4, config["vocab_size"], fork=True)
     feed = ScriptedFeed(first_turns(prompts, 3, 6), script, late=slots == 7)
-    with computed(engine) as shapes:
-        samples = by_turn(answers(engine, feed, SAMPLING))
+    samples = by_turn(answers(engine, feed, SAMPLING))
     assert [*samples] == [(p.id, i, t) for p in prompts for i in range(3) for t in range(4)]
     assert {s.finish_reason for s in samples.values()} == {"stop", "length"}
     for sample in samples.values():
@@ -74,58 +71,23 @@ def test_answer_equals_whole_forwards_of_every_context(family: str, slots: int):
     for (_, index, turn), sample in samples.items():
         if index == turn % 3:
             equal(sample, afresh(fresh, sample, SAMPLING))
-    # a fork of the longest prompt is 21 tokens, what a turn adds to its context at most 16
-    assert (max(width for _, width in shapes) > 21) == (slots == 7)
-
-
-def test_answer_computes_only_what_is_new_of_a_context():
-    """Observations of three tokens and the token before them, in rows that were never lost."""
-    engine = engine_of(random_model(GLM), GLM)
-
-    def script(sample: Sample) -> Any:
-        return None if sample.turn == 3 else [*sample.tokens.tolist(), 5, 6, 7]
-
-    prompts = prompts_of([9, 9], 128)
-    for group, budget in ((1, 1), (3, 4)):
-        feed = ScriptedFeed(first_turns(prompts, group, budget), script)
-        with computed(engine) as shapes:
-            assert len([*answers(engine, feed, Sampling(1))]) == 8 * group
-        assert shapes[0] == (2, 9) and shapes.count((2 * group, 4)) == 3
-        assert len(shapes) == 4 * budget
 
 
 @pytest.mark.parametrize("slots", [8, 2])
-def test_answer_does_not_depend_on_what_runs_beside_a_turn(slots: int):
+def test_answer_does_not_depend_on_other_turns(slots: int, monkeypatch: pytest.MonkeyPatch):
     """Nor on when observations come: at once, or late, some rows waiting for a thread."""
     model = random_model(GLM)
     prompts = prompts_of([4, 6, 2], 128)
     script = ragged(3, 128)
     at_once = engine_of(model, GLM)
     expected = by_turn(answers(at_once, ScriptedFeed(first_turns(prompts, 2, 6), script), SAMPLING))
-    engine = engine_of(model, GLM, max_num_seqs=slots, max_prefill_tokens=24)
+    engine = engine_of(model, GLM, max_num_seqs=slots)
+    monkeypatch.setattr(run, "MAX_PREFILL_TOKENS", 24)
     feed = ScriptedFeed(first_turns(prompts, 2, 6), script, delay=0.02)
     found = by_turn(answers(engine, feed, SAMPLING))
     assert feed.waits > 1 and [*found] == [*expected]
     for key, sample in found.items():
         equal(sample, expected[key])
-
-
-def test_answer_takes_a_context_that_ends_with_what_was_sampled():
-    """An observation without tokens, and contexts shorter or other than what is parked: forks."""
-    model = random_model(GLM)
-    engine = engine_of(model, GLM, max_num_seqs=4)
-
-    def script(sample: Sample) -> Any:
-        tokens = sample.tokens.tolist()
-        shorter = tokens[:-1]
-        other = [9 + (tokens[0] == 9), *tokens[1:]]
-        return [tokens, shorter, other, None][sample.turn]
-
-    feed = ScriptedFeed(first_turns(prompts_of([5, 8], 128), 3, 5), script)
-    samples = by_turn(answers(engine, feed, Sampling(5)))
-    assert len(samples) == 24
-    for sample in samples.values():
-        assert_matches_plain(model, sample.check(), Sampling(5))
 
 
 def test_answer_fills_a_row_to_its_last_place():
@@ -170,57 +132,12 @@ def test_answer_looks_for_stop_strings_in_the_turns_own_response():
     assert {turn for turn, end in ends if 1 < end < 24} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("slots", [8, 3], ids=["parked", "evicted"])
-def test_answer_continues_trajectories_with_images(slots: int):
-    """Positions after an image are not places; a row that was lost sees its images again."""
-    model = random_model(QWEN3_VL)
-    engine = engine_of(model, QWEN3_VL, scale=SCALE, max_num_seqs=slots)
-    prompts = [prompt_of(3, (2, 2), (4, 6)), prompt_of(4), prompt_of(5, (4, 4))]
-    first = first_turns(prompts, 2, 4)
-    feed = ScriptedFeed(first, ragged(3, 60), late=slots == 3)
-    found = by_turn(answers(engine, feed, Sampling(4, seed=2)))
-    assert len(found) == 18
-    for (prompt_id, *_), sample in found.items():
-        (prompt,) = (p for p in prompts if p.id == prompt_id)
-        assert [i.row for i in sample.check().images] == [i.row for i in prompt.images]
-        fresh = engine_of(model, QWEN3_VL, scale=SCALE)
-        equal(sample, afresh(fresh, sample, Sampling(4, seed=2), images=prompt.images))
-
-
 # weights that change -----------------------------------------------------------------------------
-
-
-def test_answer_never_continues_from_earlier_weights():
-    """A trajectory's later turns are asked for after a publish, with the context of before."""
-    model = random_model(GLM)
-    then = random_model(GLM, seed=1)
-    engine = engine_of(model, GLM)
-    prompts = prompts_of([5, 8], 128)
-    first = first_turns(prompts, 3, 6)
-    before = by_turn(answers(engine, ScriptedFeed(first, lambda _: None), SAMPLING))
-    open_one = engine.answer(ScriptedFeed(first, ragged(3, 128)), SAMPLING)
-    next(open_one)
-    engine.load_weights(checkpoint(then).items(), version=4)
-    later = [
-        Turn(
-            replace(prompt, tokens=(*before[prompt.id, index, 0].tokens.tolist(), 5, 6)),
-            index,
-            1,
-            6,
-        )
-        for prompt in prompts
-        for index in range(3)
-    ]
-    samples = [*answers(engine, ScriptedFeed(later, lambda _: None), SAMPLING)]
-    assert len(samples) == 6 and {(s.turn, s.weight_version) for s in samples} == {(1, 4)}
-    for sample in samples:
-        assert_matches_plain(then, sample, SAMPLING)
-    open_one.close()
 
 
 @pytest.mark.parametrize("version", [3, 4])
 def test_answer_fails_when_its_weights_are_replaced(version: int):
-    """Also by others under the same version, while rows are parked and nothing runs."""
+    """Also by others under the same version, while nothing runs."""
     engine = engine_of(random_model(GLM), GLM)
     feed = ScriptedFeed(first_turns(prompts_of([5], 128), 1, 6), ragged(3, 128))
     stream = engine.answer(feed, SAMPLING)
@@ -254,7 +171,6 @@ def test_answer_that_is_closed_runs_no_further_forward():
     [
         ([Turn(Prompt(4, ()), 1, 2, 3)], r"answer\(turn 2 of sample 1 of prompt 4\): 0 tokens"),
         ([Turn(Prompt(4, (5, 128)), 0, 0, 3)], r"prompt 4\): token id 128, expected 0 to 127"),
-        ([Turn(Prompt(4, (5,)), 0, n, 3) for n in (0, 1)], r"turn 1 of .*: an earlier one runs"),
         ([Turn(Prompt(4, (5,) * 30), 0, 0, 3)], r"expected at most 32 tokens of the feed in all"),
         ([Turn(Prompt(4, (5,) * 510), 0, 0, 3)], "expected at most 512 positions in all"),
     ],

@@ -378,12 +378,12 @@ def test_engine_publishes_beside_what_calls_it(engines: list[HttpEngine]):
                 assert not came.done()
                 publish.goes_on.set()
                 assert {sample.weight_version for sample in came.result()} == {version}
-            assert not engine.disproved() and engine.metrics()["publish/wait_seconds"] >= 0
+            assert not engine.samples_stale() and engine.metrics()["publish/wait_seconds"] >= 0
             publish.begun.clear()
             publish.goes_on.clear()
         engine.load_weights([], 3)
         publish.goes_on.set()
-        for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.disproved):
+        for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.samples_stale):
             with pytest.raises(RuntimeError, match="no way to any server"):
                 call()
 
@@ -401,7 +401,7 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
     engine.load_weights([], 1)
     reasons[servers[1].address] = "its digest differs"
     engine.load_weights([], 2)
-    assert engine.disproved() == (when == "after it") and not engine.disproved()
+    assert engine.samples_stale() == (when == "after it") and not engine.samples_stale()
     assert [state.used for state in engine.router.states] == [True, False]
     for sample in engine.generate(PROMPTS, SAMPLING):
         assert_right(sample)

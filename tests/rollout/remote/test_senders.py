@@ -81,7 +81,7 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
         names = policy.tensors.engine_names
         sync_weights(engine, stream, names, 1, dtype=torch.float32)
         asked = engine.checksums()  # also of what is published next to
-        engine.disproved()
+        engine.samples_stale()
         metrics = engine.metrics()
         came = [name for name, _ in stream]
         engine.close()

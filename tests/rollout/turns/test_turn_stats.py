@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
-from pyrl_ext.rollout.recorded import RecordedEngine
-from pyrl_ext.rollout.recorded_file import save_samples
+from pyrl_ext.rollout.recorded import RecordedEngine, save_samples
 from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metrics
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers.conversations import EOS, Mixed, manner, three_then_stop
