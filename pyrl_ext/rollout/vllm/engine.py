@@ -25,11 +25,11 @@ from pyrl_ext.rollout.engine import (
     replaced,
     require_weights,
 )
+from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.rollout.hf.sampling import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
-from pyrl_ext.rollout.vllm.images import PromptImages, Scale
-from pyrl_ext.rollout.vllm.requests import Requests
+from pyrl_ext.rollout.vllm.requests import Requests, image_arguments
 from pyrl_ext.rollout.vllm.sampling_mask import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.start import reports_routes, start, unwritten, world_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, route_dtype
@@ -103,7 +103,7 @@ class VLLMEngine(Engine):
         self.version: int | None = None
         self.max_num_seqs = max_num_seqs
         given = json.loads((Path(config) / "config.json").read_text(encoding="utf-8"))
-        self.images = PromptImages(scale)
+        self.scale = scale
         self._refusal = "no weights were loaded yet"
         self._lora = lora
         own = not self.on_cpu if engine_routes is None else engine_routes
@@ -128,7 +128,7 @@ class VLLMEngine(Engine):
             "max_num_seqs": max_num_seqs,
         }
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
-        arguments |= self.images.arguments() | lora_arguments(given, lora)
+        arguments |= image_arguments(scale) | lora_arguments(given, lora)
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         with world_of(ranks):
             self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
@@ -158,7 +158,7 @@ class VLLMEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
         routes = bool(self.layer_ids)
-        images = self.images.scale is not None
+        images = self.scale is not None
         return Capabilities(routes=routes, images=images, sampling_mask=self._kept, turns=True)
 
     def load_weights(
@@ -296,7 +296,7 @@ class VLLMEngine(Engine):
         most = 2 * self.max_num_seqs
         salt = str(self._loads)
         request = self._adapter_request(where) if self._lora else None
-        asked = Requests(self._engine, self.images, sampling, most, salt, apart, reads, request)
+        asked = Requests(self._engine, self.scale, sampling, most, salt, apart, reads, request)
         try:
             while left or is_open:
                 if self._loads != loads:

@@ -1,15 +1,18 @@
-"""The requests that vLLM gets for turns."""
+"""Requests to vLLM, one for each turn, with the images of their prompts."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pyrl_ext.ops.splitmix64 import GOLDEN
 from pyrl_ext.rollout.engine import need_processor
-from pyrl_ext.rollout.vllm.images import PromptImages
+from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.samples import Image, Prompt, Sampling, Turn
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ class Requests:
 
     Args:
         engine: takes them
-        images: makes its inputs of images
+        scale: of the image processor; None: prompts have no images
         sampling: how tokens are drawn
         most: requests that it holds at once
         salt: names the weights; no block of the prefix cache is found under another one
@@ -37,7 +40,7 @@ class Requests:
     """
 
     engine: LLMEngine
-    images: PromptImages
+    scale: Scale | None
     sampling: Sampling
     most: int
     salt: str
@@ -58,10 +61,10 @@ class Requests:
     def _input(self, turn: Turn) -> EngineInput:
         prompt = turn.prompt
         if prompt.id not in self.decoded:
-            need_processor("VLLMEngine.stream", [prompt], self.images.scale)
-            self.decoded[prompt.id] = tuple(each.load() for each in prompt.images)
+            need_processor("VLLMEngine.stream", [prompt], self.scale)
+            self.decoded[prompt.id] = tuple(image.load() for image in prompt.images)
         if self._last is None or self._last[0] is not prompt:
-            self._last = prompt, self.images.input(prompt.tokens, self.decoded[prompt.id])
+            self._last = prompt, prompt_input(prompt.tokens, self.decoded[prompt.id], self.scale)
         salt = f"{self.salt} {prompt.id} {turn.index}" if self.apart else self.salt
         return self._last[1] | {"cache_salt": salt}
 
@@ -85,3 +88,56 @@ class Requests:
             logprobs=0,
             skip_reading_prefix_cache=not self.reads_cache,
         )
+
+
+def image_arguments(scale: Scale | None) -> dict[str, Any]:
+    """Arguments of vLLM's engine: patches come scaled; none are kept for later requests."""
+    if scale is None:
+        return {}
+    return {
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": {"video": 0},
+    }
+
+
+def prompt_input(
+    tokens: Sequence[int], images: Sequence[Image], scale: Scale | None
+) -> EngineInput:
+    """A prompt for `add_request`, with the patches and placeholders that the trainer trains on.
+
+    vLLM's own image processor would resize a picture by another library. So vLLM gets the result of
+    one, by its documented type for that: tokens with a placeholder for every row, the rows of every
+    image, its patches, and a name under which it caches them.
+    """
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import (
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    if not images or scale is None:
+        return tokens_input(list(tokens))
+    counts = torch.tensor([len(image.patches) for image in images])
+    fields: Any = {
+        "pixel_values": scale(torch.cat([image.patches for image in images])),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+    }
+    places = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", counts),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return mm_input(
+        list(tokens),
+        MultiModalKwargsItems.from_hf_inputs(fields, places),
+        {"image": [_name(image) for image in images]},
+        {"image": [PlaceholderRange(image.row, image.rows) for image in images]},
+    )
+
+
+def _name(image: Image) -> str:
+    """A name for vLLM's cache of encoded images: the same for equal patches only."""
+    digest = hashlib.sha256(repr(image.grid).encode())
+    digest.update(image.patches.contiguous().numpy())
+    return digest.hexdigest()

@@ -141,10 +141,10 @@ def test_stream_refuses_an_image_that_cannot_be_decoded(pair: Pair, tmp_path: Pa
     assert not pair.vllm._engine.has_unfinished_requests()
     sampling = sampling_of(4)
     assert pair.check(pair.vllm.generate(asked[:1], sampling), sampling)[0] < 1e-5
-    pair.vllm.images.scale = None
+    pair.vllm.scale = None
     with pytest.raises(ValueError, match=r"prompt 1\): 1 images, expected none: the engine was"):
         pair.vllm.generate(asked[:1], sampling)
-    pair.vllm.images.scale = READER.scale
+    pair.vllm.scale = READER.scale
 
 
 def test_answer_shares_a_prefix_with_the_same_picture_only():
