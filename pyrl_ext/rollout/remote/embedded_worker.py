@@ -87,8 +87,9 @@ class SamplingBatch(Run):
         feed.trajectories = engine.max_num_seqs
         feed.max_tokens = max_tokens
         assert engine.version is not None
-        limits = (engine.max_num_seqs, engine.max_prefill_tokens, engine.tokenizer)
-        super().__init__(engine.routed, engine.version, feed, sampling, "answer", *limits)
+        rows = engine.max_num_seqs
+        tokenizer = engine.tokenizer
+        super().__init__(engine.routed, engine.version, feed, sampling, "answer", rows, tokenizer)
         self.engine = engine
         self.open = False  # requests come through `put`
         self.jobs: dict[int, Job] = {}
