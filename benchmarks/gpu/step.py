@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -27,7 +26,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.rows import ABSENT, FOLDER, MISSED, OK, note, noting
+from benchmarks.gpu.rows import ABSENT, MISSED, OK, note, noting
 from benchmarks.lengths import lognormal
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Schedule, Scheduler
@@ -37,12 +36,11 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.compute_time import Passes, pass_costs
-from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
-from pyrl_ext.plan.forecast.measured import Measured, read_report, using
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import minibatch_costs
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.model.hardware import GPUS, gpu_of
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.passes import WholeBatch, shard_of, weighed
 
@@ -178,14 +176,6 @@ def estimates(plan: Plan, rounds: Sequence[Round]) -> dict[str, dict[str, float]
     return found
 
 
-def measured_rates(plan: Plan) -> Measured | None:
-    """The rates that this run of `make gpu` has measured, if it has."""
-    try:
-        return read_report(os.environ[FOLDER], plan.hardware.gpu)
-    except (KeyError, ConfigError):
-        return None
-
-
 def draw_weights(policy: Policy) -> None:
     """Normal weights, made on the device; the optimizer's copies follow."""
     module = policy.llm
@@ -239,9 +229,6 @@ class Bench:
             peak = torch.cuda.max_memory_allocated() if self.on_gpu else 0
         rounds = rounds_of(self.batch, self.schedule)
         parts = estimates(self.plan, rounds)[name]
-        with using(rates := measured_rates(self.plan)):
-            again = estimates(self.plan, rounds)[name]
-        calibrated = {"calibrated_ms": 1e3 * sum(again.values())} if rates else {}
         found = min(clock.take().values())
         memory = self.memory
         planned = memory.held(name) - memory.bytes_of(CONTEXT)
@@ -252,15 +239,13 @@ class Bench:
             ms=1e3 * found,
             planned_ms=1e3 * sum(parts.values()),
             times_planned=found / sum(parts.values()),
-            **calibrated,
             rows=sum(self.batch.seqlens),
             microbatches=len(self.schedule),
             peak_GiB=peak / 2**30,
             planned_GiB=planned / 2**30,
         )
-        for text, each in [("the plan's parts", parts), *[("calibrated", again)] * bool(rates)]:
-            shown = {part: round(1e3 * seconds, 2) for part, seconds in each.items() if seconds}
-            note(f"{name}: {text} [ms]", OK, "", **shown)
+        shown = {part: round(1e3 * seconds, 2) for part, seconds in parts.items() if seconds}
+        note(f"{name}: the plan's parts [ms]", OK, "", **shown)
 
     def launches(self, name: str, run: Callable[[], None]) -> None:
         """Kernels launched, the device's time, and the kernels that take most of it."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.forecast.cp_costs import costs_of
+from pyrl_ext.plan.forecast.compute_time import Passes
+from pyrl_ext.plan.forecast.flops import model_flops
+from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
 
 
 def cp_groups(plan: Plan, cost: CostModel | None = None) -> CpGroups:
     """The groups that the data- and context-parallel ranks of `plan` may form.
 
     Args:
-        cost: None: as `cp_cost` of the plan, or else as its forecast (`costs_of`).
+        cost: None: `costs_of` the plan.
     """
     parallel = plan.parallel
     return CpGroups(
         parallel.dp * parallel.cp,
         plan.batching.tokens_per_microbatch,
-        cost=costs_of(plan).model if cost is None else cost,
+        cost=costs_of(plan) if cost is None else cost,
         min_cp_size=parallel.cp,
         max_cp_size=parallel.dynamic_cp,
         tp_size=parallel.tp,
@@ -25,3 +28,47 @@ def cp_groups(plan: Plan, cost: CostModel | None = None) -> CpGroups:
         pp_size=parallel.pp,
         vpp_size=parallel.vpp_size,
     )
+
+
+def costs_of(plan: Plan) -> CostModel:
+    """Cost of a microbatch on a group of context-parallel ranks: seconds as measured (`cp_cost`),
+    or else on the plan's GPU as `step_time` prices an update; without a GPU, operations."""
+    measured = plan.cp_cost
+    if measured.token_seconds is not None:
+        known = tuple(Exchange(*each) for each in measured.exchanges) or (Exchange(1, 0, 0),)
+        seconds = (measured.token_seconds, measured.square_seconds, measured.launch_seconds)
+        return CostModel(*seconds, known)
+    gpu = gpu_of(plan)
+    samples = step_samples(plan)
+    scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
+    pp = plan.parallel.pp
+    if gpu is None:
+        each = model_flops(plan.sizes, plan.num_mtp_layers)
+        share = 3 / plan.parallel.tp / pp
+        pair = share * each.attention
+        row = share * (each.projections + each.experts + each.scan + each.head * scored)
+        return CostModel(row + pair / 2, pair / 2)
+    run = Passes(plan, gpu)
+
+    def rates(cp: int) -> list[float]:
+        """Seconds for a microbatch, a row, a pair and a scored row of an update, a stage."""
+        found = [
+            run.priced(chunk, cp, work).rates
+            for chunk in run.chunks
+            for work in ("forward", "backward")
+        ]
+        return [sum(each) / pp for each in zip(*found, strict=True)]
+
+    fixed, row, pair, head = rates(1)
+    alone = row + head * scored
+    exchanges: list[Exchange] = []
+    ranks = plan.parallel.dp * plan.parallel.cp
+    size = 2
+    while size <= ranks:
+        _, shared, _, shared_head = rates(size)
+        received = shared + shared_head * scored - alone / size
+        exchanges.append(Exchange(size, 0.0, max(0.0, received) * size / (size - 1)))
+        size *= 2
+    if exchanges:
+        exchanges.append(exchanges[-1]._replace(up_to=ranks))
+    return CostModel(alone + pair / 2, pair / 2, fixed, tuple(exchanges))

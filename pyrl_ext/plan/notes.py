@@ -7,7 +7,6 @@ import math
 from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules import changed
 from pyrl_ext.plan.rules.log import wandb_problems
 from pyrl_ext.plan.rules.state_packages import state_problems
 from pyrl_ext.plan.rules.te import te_problems
@@ -151,7 +150,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     """Parts of `plan` that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
     found += [*te_problems(plan), *wandb_problems(plan), *state_problems(plan)]
-    found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")
@@ -173,18 +171,3 @@ def _engine(plan: Plan) -> list[str]:
             f"{node} GPUs of a node; use rollout.launch"
         )
     return found
-
-
-def _not_built(plan: Plan) -> list[tuple[str, object]]:
-    """(key, value) of every field that is set and that nothing in the trainer reads yet."""
-    fields = {
-        "model": ("offload_layers",),
-        "optimizer": ("offload",),
-    }
-    sections = ((name, getattr(plan, name)) for name in fields)
-    return [
-        (f"{section}.{name}", getattr(given, name))
-        for section, given in sections
-        for name in fields[section]
-        if changed(given, name)
-    ]

@@ -17,8 +17,8 @@ import psutil
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import trained_of_stage
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES, size
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.units import DTYPE_BYTES, size
 from pyrl_ext.tools.doctor import Facts, Feature, disk_of
 
 SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 from rich.console import Console
 
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.show.html.page import plan_page
 from pyrl_ext.plan.show.terminal import print_plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,11 +26,6 @@ PLANS = {
 def plan_of(name: str, *overrides: str) -> Plan:
     path, *given = PLANS[name]
     return compile_plan(path, [*given, *overrides])
-
-
-@cache
-def page_of(name: str) -> str:
-    return plan_page(plan_of(name))
 
 
 def printed(plan: Plan, width: int, everything: bool = False) -> list[str]:
@@ -80,10 +72,3 @@ def checked(page: str) -> Checker:
 def words_of(page: str) -> str:
     """All text of a page, with single spaces."""
     return " ".join("".join(checked(page).words).split())
-
-
-def chart_of(page: str, title: str) -> ElementTree.Element:
-    """The one chart whose title starts so."""
-    pictures = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg .*?</svg>", page, re.S)]
-    (chart,) = [svg for svg in pictures if (svg.findtext("title") or "").startswith(title)]
-    return chart

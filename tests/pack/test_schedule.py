@@ -22,8 +22,7 @@ from pyrl_ext.pack.schedule import (
     plan_microbatches,
 )
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.plan.cp_groups import cp_groups
-from pyrl_ext.plan.forecast.cp_costs import costs_of
+from pyrl_ext.plan.cp_groups import costs_of, cp_groups
 from tests.helpers.pictures import write_run
 from tests.helpers.tiny import tiny_plan
 
@@ -199,7 +198,7 @@ def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
         seqlens,
         8,
         32,
-        cost=costs_of(plan).model,
+        cost=costs_of(plan),
         min_cp_size=2,
         max_cp_size=4,
         tp_size=2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
@@ -23,7 +21,7 @@ from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.rules import check
 from pyrl_ext.plan.rules.pipeline import layout_problem
 from pyrl_ext.plan.schema import Parallel
-from pyrl_ext.plan.show.terminal import print_plan
+from pyrl_ext.plan.show.summary import Summary
 
 TINY = Path(__file__).parents[2] / "configs/tiny/config.json"
 FIRST = "num_layers_in_first_pipeline_stage"
@@ -367,17 +365,15 @@ def test_stage_counts_leave_equal_stages_names_a_count_that_fits(tmp_path: Path)
 # The messages about them -------------------------------------------------------------------------
 
 
-def test_print_plan_shows_the_table_of_stages(tmp_path: Path):
+def test_tables_show_the_stages(tmp_path: Path):
     layout = {"pp": 2, "vpp": 2, LAYOUT: "Ett|tt|t*3,|mL"}
-    console = Console(record=True, width=120, file=io.StringIO())
-    print_plan(compiled(tmp_path, layout, [0, 1, 1, 0, 1, 1, 1], mtp=1), console)
-    lines = [line.split() for line in console.export_text().splitlines()]
-    begin = lines.index(["stage", "chunk", "layers", "routers", "besides", "parameters"])
-    assert [line[:-1] for line in lines[begin + 1 : begin + 5]] == [
-        ["0", "0", "0-1", "1", "embedding"],
-        ["0", "1", "4-6", "4-6"],
-        ["1", "0", "2-3", "2"],
-        ["1", "1", "none", "none", "1", "mtp,", "loss"],
+    plan = compiled(tmp_path, layout, [0, 1, 1, 0, 1, 1, 1], mtp=1)
+    (stages,) = [table for table in Summary(plan).tables() if table.title == "stages"]
+    assert [row[:3] for row in stages.rows] == [
+        ("stage 0", "0-1", "embedding"),
+        ("stage 0", "4-6", ""),
+        ("stage 1", "2-3", ""),
+        ("stage 1", "none", "mtp, loss"),
     ]
 
 

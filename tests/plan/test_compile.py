@@ -24,7 +24,7 @@ from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.schema import Config
-from pyrl_ext.plan.show.terminal import facts
+from pyrl_ext.plan.show.summary import facts
 from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
 pytestmark = pytest.mark.multiprocess
@@ -373,19 +373,6 @@ def test_diff_names_the_key_of_the_hf_config(small: Path):
         ]
     finally:
         path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("optimizer.offload=0.5", "optimizer.offload: 0.5 is not built yet"),
-    ],
-)
-def test_unsupported_names_what_cannot_run_yet(small: Path, override: str, reason: str):
-    two = ("parallel.dp=2", "device=cuda", "optimizer.distributed=true")
-    before, after = (compile_plan(small, o).unsupported for o in (two, (*two, override)))
-    (found,) = set(after) - set(before)
-    assert found.startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import layer
-from pyrl_ext.plan.forecast.cp_gather import gather_parts
-from pyrl_ext.plan.forecast.hardware import GPUS
-from pyrl_ext.plan.forecast.parts import Work
+from pyrl_ext.plan.forecast.compute_time import Part, Work, chunk_parts
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import GroupedQuery
+from pyrl_ext.plan.model.hardware import GPUS
 from pyrl_ext.plan.model.latent_gather import Exchanged
 from pyrl_ext.plan.model.layer_kinds import SPARSE
 
@@ -25,13 +25,20 @@ def glm47(*overrides: str) -> Plan:
     return compile_plan(CONFIGS / "glm47.yaml", [*FITS, *overrides])
 
 
+def gather_parts(plan: Plan, cp: int, work: Work, layers: int) -> list[Part]:
+    """Work of the first `layers` layers that `cp` ranks have because they share a sequence."""
+    chunk = ModelChunk(False, tuple(range(layers)), 0, False)
+    parts = chunk_parts(plan, GPUS["H100"], chunk, cp, work)
+    return [part for part in parts if part.name in ("latents", "context parallel")]
+
+
 @pytest.mark.parametrize(("recompute", "gathers", "projected"), [("none", 2, 3), ("full", 3, 4)])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_gather_parts_of_latents(recompute: str, gathers: int, projected: int, cp: int):
     plan = glm47(f"parallel.dp={8 // cp}", f"parallel.cp={cp}", f"model.recompute={recompute}")
     gpu = GPUS["H100"]
     others = (cp - 1) / cp
-    parts = [part for work in PASSES for part in gather_parts(plan, gpu, cp, work, 1)]
+    parts = [part for work in PASSES for part in gather_parts(plan, cp, work, 1)]
     seconds = sum(part.row / part.rate for part in parts)
     sent = gathers * 2 * others / (0.75 * gpu.link)
     up = projected * others * UP / (0.6 * gpu.flops["bfloat16"])
@@ -41,9 +48,8 @@ def test_gather_parts_of_latents(recompute: str, gathers: int, projected: int, c
 def test_gather_parts_of_heads():
     plan = compile_plan(CONFIGS / "tiny_qwen3.yaml", ["parallel.cp=2", "hardware.gpu=H100"])
     sizes = plan.sizes
-    gpu = GPUS["H100"]
     assert isinstance(sizes, GroupedQuery)
-    parts = [part for work in PASSES for part in gather_parts(plan, gpu, 2, work, 3)]
+    parts = [part for work in PASSES for part in gather_parts(plan, 2, work, 3)]
     elements = 2 * sizes.query_groups * sizes.head_width
     item = {"float32": 4, "bfloat16": 2}[plan.model.dtype]
     assert {part.name for part in parts} == {"context parallel"}
@@ -74,7 +80,7 @@ def test_gathers_latents_only_with_latents_and_context_parallelism():
 def test_gather_parts_recompute_the_projection_with_core_attention():
     """Selective recomputation runs it for the rows of all ranks, its own among them."""
     plan = glm47("parallel.dp=4", "parallel.cp=2", "model.recompute=selective")
-    parts = gather_parts(plan, GPUS["H100"], 2, "backward", 3)
+    parts = gather_parts(plan, 2, "backward", 3)
     amounts = {part.name: part.row for part in parts}
     assert amounts["latents"] == pytest.approx(3 * UP * (2 / 2 + 1))
     assert amounts["context parallel"] == pytest.approx(3 * 2 * 2 * 576 / 2)

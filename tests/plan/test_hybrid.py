@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.plan import ConfigError, compile_plan
-from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
+from pyrl_ext.plan.forecast.engine_memory import state_bytes
 from pyrl_ext.plan.forecast.flops import model_flops
-from pyrl_ext.plan.forecast.state_layers import state_bytes
+from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.chunks import plan_stages
 from pyrl_ext.plan.model.counts import layer_parameters, parameters
 from pyrl_ext.plan.model.families.nemotron_h import KINDS

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from statistics import mean
 
 import pytest
 
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.flops import update_flops
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.step_time import quick_seconds, step_time, update_flops
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.kind import REQUIRED, WITH_ROLLOUTS, WITHOUT_ROLLOUTS
@@ -84,39 +83,13 @@ def test_stage_memory_and_step_time_without_rollouts_are_of_the_update_alone():
     assert not {"engine", "publish", "forward pass", "routes"} & {i.name for i in stage.items}
     time = step_time(plan)
     assert time is not None and {cost.phase for cost in time.costs} == {"update"}
-    assert time.total == time.trainer == time.seconds("update")
-    assert quick_seconds(plan) == pytest.approx(time.total, rel=0.3)
+    assert time.total == time.seconds("update")
     samples = step_samples(plan)
     assert len(samples) == 32 and max(s.prompt + s.response for s in samples) <= 192
     assert time.model_flops == update_flops(plan)
     with_rollouts = step_time(compile_plan(TINY, ["device=cuda", "hardware.gpu=H100"]))
     assert with_rollouts is not None
     assert {"old_logprobs", "rollout"} < {cost.phase for cost in with_rollouts.costs}
-
-
-def test_step_samples_have_the_lengths_of_the_records(tmp_path: Path):
-    """Records of tokens: their quantiles, cut at data.max_tokens, unless `estimate` says more."""
-    path = tmp_path / "a.jsonl"
-    sizes = [(1 + i % 7, 1 + 3 * (i % 50)) for i in range(200)]
-    records = [{"tokens": [5] * (p + r), "loss_mask": [0] * p + [1] * r} for p, r in sizes]
-    path.write_text("\n\n".join(map(json.dumps, records)))
-    own = (f"data.path={path}", "data.max_tokens=100", "data.held_out=0", "evaluate.every=0")
-    gpu = ("device=cuda", "hardware.gpu=H100")
-    plan = sft(*own, *gpu)
-    samples = step_samples(plan)
-    rows = [min(100, p + r) for p, r in sizes]
-    assert len(samples) == 32 and {s.prompt for s in samples} <= {p for p, _ in sizes}
-    assert mean(s.prompt + s.response for s in samples) == pytest.approx(mean(rows), rel=0.02)
-    assert max(s.prompt + s.response for s in samples) == 100
-    time = step_time(plan)
-    assert time is not None and "(as the first 200 records of data.path)" in time.assumed[0]
-    given = step_samples(sft(*own, "estimate.response_tokens=40"))
-    assert {s.prompt for s in given} != {s.prompt for s in samples}
-    messages = step_time(sft(*gpu))
-    assert messages is not None and "(estimate; data.path is not looked at)" in messages.assumed[0]
-    broken = tmp_path / "b.jsonl"  # the run lists its problems
-    broken.write_text('{"tokens": [1, 2], "loss_mask": [0, 0]}')
-    assert step_samples(sft(f"data.path={broken}", *own[1:])) == step_samples(sft(*own[1:]))
 
 
 def test_plan_page_of_a_run_without_rollouts_speaks_of_records_alone():
@@ -127,7 +100,5 @@ def test_plan_page_of_a_run_without_rollouts_speaks_of_records_alone():
     for text in (everything, page):
         assert not re.search(r"rollout(?!s)|publish|kl_coef|replay|(?<!mer-)engine(?!s)", text)
     with_rollouts = "\n".join(printed(compile_plan(TINY), 200, everything=True))
-    assert re.search(r"^  max_prompt_tokens: ", with_rollouts, re.MULTILINE)
-    records = re.search(r"^data .*?\n(.*?)^\S", with_rollouts, re.MULTILINE | re.DOTALL)
-    assert records and "max_prompt_tokens" in records[1]
-    assert not re.search(r"^  (max_tokens|held_out): ", records[1], re.MULTILINE)
+    assert "data.max_prompt_tokens=" in with_rollouts
+    assert "data.max_tokens=" not in with_rollouts

@@ -17,7 +17,7 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import load
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.resolve import read_size
-from pyrl_ext.plan.show.keys_page import page
+from pyrl_ext.plan.show.reference import page
 from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
 
@@ -358,58 +358,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_explain_shows_a_field(folder: Path, capsys: pytest.CaptureFixture[str]):
-    text = said(capsys, "--explain", "parallel.cp")
-    assert "context-parallel size" in text
-    assert "type whole number, at least 1" in text and "unit ranks" in text
-    assert "default 1" in text
-    assert "value" not in text
-    path = str(child(folder, "threads: 3\nparallel: {dp: 2}\n"))
-    ours = path.replace(str(folder), "F")
-
-    def value_from(key: str, *overrides: str) -> str:
-        text = said(capsys, path, "--explain", key, *overrides).replace(" ", "")
-        return text[text.index("value") :].split("problem")[0].replace(str(folder), "F")
-
-    assert value_from("threads") == f"value3from{ours}:2"
-    assert value_from("threads", "threads=4") == "value4fromcommandline:threads=4"
-    assert value_from("parallel.dp") == f"value2from{ours}:3"
-    assert value_from("steps") == "value10fromF/base/base.yaml:2,aparent"
-    assert value_from("parallel.cp") == "value1fromthedefault"
-    assert value_from("replay.old", "replay=off") == "valuefalsefromcommandline:replay=off"
-    broken = value_from("threads", "threads=${zz}")
-    assert broken.startswith("valueunknownfromcommandline:threads=${zz}")
-
-
-def test_explain_shows_a_section(capsys: pytest.CaptureFixture[str]):
-    text = said(capsys, "--explain", "checkpoint", "configs/tiny.yaml", "checkpoint.keep=7")
-    assert "from which a run resumes" in text and "newest checkpoints" in text and " 7 " in text
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("tp", "unknown key here. Did you mean parallel.tp or rollout.tp?"),
-        ("parallel.tpp", "unknown key. Did you mean parallel.tp?"),
-        ("steps.a", "steps is a single value, it has no keys"),
-        ("data.task_options.a", "unknown key, expected data.task_options"),
-    ],
-)
-def test_explain_refuses_an_unknown_key(
-    name: str, message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["--explain", name]) == 2
-    assert capsys.readouterr().err.startswith(f"command line: --explain {name}: {message}")
-
-
-def test_explain_shows_every_field(capsys: pytest.CaptureFixture[str]):
-    for section in [(), *((name,) for name in fields_of() if fields_of(name))]:
-        for name, field in fields_of(*section).items():
-            assert field.description or fields_of(name), name
-            text = said(capsys, "--explain", ".".join((*section, name)))
-            assert "default" in text or fields_of(name)
-
-
 def test_page_is_the_shipped_reference():
     """`python -m pyrl_ext.plan --reference > configs/REFERENCE.md` writes it anew."""
     assert (REPOSITORY / "configs/REFERENCE.md").read_text() == page()
@@ -425,5 +373,4 @@ def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
         assert name in tree["properties"]
         for key, field in fields_of(name).items():
             assert inner and inner[key]["description"] == field.description
-    assert "optimizer" in tree["then"]["required"] and "if" in tree
-    assert tree["then"]["properties"]["optimizer"] == {"required": ["lr"]}
+    assert "required" not in json.dumps(tree["$defs"]["Optimizer"])  # a parent may have it

@@ -12,10 +12,15 @@ import pytest
 
 from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
+from pyrl_ext.plan.forecast.flops import update_flops
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time, update_flops
+from pyrl_ext.plan.forecast.parameters import (
+    factor_numbers,
+    published_numbers,
+    rank_parameters,
+    trained_of_stage,
+)
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.lora import factors

@@ -15,10 +15,10 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
-from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.plan.forecast.step_time import ERROR, step_time
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
@@ -188,13 +188,6 @@ def test_stage_memory_holds_the_two_buffers_of_a_sender_in_every_phase():
     assert not held_by().bytes_of("send buffers")
 
 
-def test_stage_memory_moves_an_offloaded_optimizer_to_the_host():
-    half = held_by("optimizer.offload=0.5")
-    none = held_by()
-    assert 2 * half.bytes_of("optimizer") == none.bytes_of("optimizer")
-    assert half.held("update", host=True) > none.held("update", host=True)
-
-
 def test_stage_memory_has_no_context_on_a_cpu():
     assert not [i for i in stage_memory(tiny_plan())[0].items if "CUDA" in i.name]
     assert held_by().bytes_of("CUDA and NCCL") == (1024 + 256) * 2**20  # of all ranks
@@ -239,12 +232,11 @@ def test_stage_memory_of_an_update_has_no_copy_of_the_moments():
 
 
 @pytest.mark.parametrize("config", ON_GPUS, ids=lambda path: path.stem)
-def test_shipped_configs_fit_their_gpus_and_say_on_what_their_estimate_rests(config: Path):
+def test_shipped_configs_fit_their_gpus(config: Path):
     plan = compile_plan(config)
     assert memory_limit(plan) is not None
     assert fits(plan) is seems_to_fit(plan) is None
-    time = step_time(plan)
-    assert time is not None and time.error == ERROR  # nothing was measured
+    assert step_time(plan) is not None
 
 
 def test_fits_and_seems_to_fit_accept_anything_without_a_limit():

@@ -1,4 +1,4 @@
-"""The objective in a plan: presets, contradictions, old names, the formula."""
+"""The objective in a plan: presets, contradictions, old names."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import pytest
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.plan.show.formula import formula
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -84,33 +83,7 @@ def test_compile_plan_notes_that_k3_by_itself_descends_the_forward_kl():
     assert not any("forward KL" in note for note in plan_of(direct[0]).notes)
 
 
-def test_formula_names_every_part():
-    objective = Objective(
-        ratio="sequence",
-        kl_coef=0.1,
-        entropy_coef=0.2,
-        tis_cap=2.0,
-        tis_floor=0.5,
-        mask_ratio=(0.5, 5.0),
-        sequence_bounds=(0.9, 1.1),
-        veto=1e-3,
-        opsm=0.1,
-        reduction="sequence_sum",
-        dual_clip=3.0,
-    )
-    lines = formula(objective, 64)
-    assert lines[0] == (
-        "loss = mean over trajectories of their token sums / 64 of c (max(-A r, "
-        "-A clip(r, 0.8, 1.2)), at most -3 A where A < 0) + 0.1 K - 0.2 entropy"
-    )
-    assert lines[1] == "r = exp(mean over the sample of logp - old)"
-    assert [line.split(" ")[0] for line in lines[2:]] == ["c"] * 5 + ["K", "A"]
-    assert formula(Objective(loss="sft"), 1) == ["loss = mean over tokens of -logp"]
-    for name in presets():
-        assert len(formula(Objective.model_validate(with_preset({"preset": name})), 8)) >= 2
-
-
-def test_formula_of_turns_has_what_a_trajectory_may_sample():
+def test_most_sampled_of_turns_is_bounded_by_the_trajectory():
     turns = Turns(environment="guess", max_turns=3, max_tokens=64)
     assert Turns().most_sampled(8) == 8 and turns.most_sampled(8) == 24
     assert turns.most_sampled(40) == 64

@@ -8,17 +8,15 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from pyrl_ext.megatron.config import LOCAL_FIELDS, _common, transformer_config
 from pyrl_ext.pack.layout import TokenLayout
@@ -133,27 +131,6 @@ def test_transformer_config_takes_every_plan_that_the_rules_accept(
     overrides = [f"{key}={value}" for key, value in values.items()]
     if not problems_of(config, *overrides):  # about one in five
         megatron_config(config, *overrides)
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("layers", [1, 3, 4, 5])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_compile_plan_refuses_the_offloaded_layers_that_megatron_refuses(pp, layers, recompute):
-    plan = ["device=cuda", "model.backend=te", f"parallel.pp={pp}", f"model.recompute={recompute}"]
-    again: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    again = {} if recompute == "none" else again | {"recompute_granularity": recompute}
-    refused = bool(problems_of(TINY, *plan, f"model.offload_layers={layers}"))
-    with pytest.raises(ValueError, match=r"(?i)offloading") if refused else nullcontext():
-        TransformerConfig(
-            num_layers=4,
-            hidden_size=64,
-            num_attention_heads=4,
-            pipeline_model_parallel_size=pp,
-            pipeline_dtype=torch.float32,
-            cpu_offloading=True,
-            cpu_offloading_num_layers=layers,
-            **again,
-        )
 
 
 @pytest.mark.parametrize(

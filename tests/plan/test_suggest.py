@@ -1,4 +1,4 @@
-"""`--suggest`: plans that hold and fit, the fastest first, whatever was left out on the way."""
+"""`--suggest`: plans that hold and fit, the fastest first."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.compile import draft_of, load
-from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
-from pyrl_ext.plan.forecast.suggest import (
-    LEFT_FREE,
-    TOKENS,
-    Search,
-    _broken,
-    _Given,
-    even_layout,
-    suggest,
-)
+from pyrl_ext.plan.forecast.step_time import step_time
+from pyrl_ext.plan.forecast.suggest import LEFT_FREE, Search, even_layout, suggest
 from pyrl_ext.plan.model.chunks import plan_stages
+from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.schema import Parallel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -39,50 +30,18 @@ def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
     for each in eight.found:
         plan = compile_plan(GLM47, each.overrides)  # every rule holds
         limit = memory_limit(plan)
-        assert limit and each.limit == limit and plan.world_size == 8
+        assert limit == eight.limit and plan.world_size == 8
         assert each.peak == max(stage.peak for stage in stage_memory(plan))
         assert each.peak <= (1 - LEFT_FREE) * limit
         took = step_time(plan)
         assert took and took.total == each.time.total
     totals = [each.time.total for each in eight.found]
     assert totals == sorted(totals)
-
-
-def test_suggest_counts_layouts_by_the_rule_they_break(eight: Search):
     assert eight.broken["the_model_splits_over_tp"] > 0  # 20 heads on 8 ranks
-    assert 0 < eight.held < eight.layouts
     assert eight.too_large > 0  # all experts on each of eight ranks
-
-
-def test_suggest_prices_few_plans_in_full(eight: Search, monkeypatch: pytest.MonkeyPatch):
-    """A search spends its time on prices, and asks for few in each valid layout."""
-    priced: list[Plan] = []
-
-    def counted(plan: Plan) -> StepTime | None:
-        priced.append(plan)
-        return step_time(plan)
-
-    monkeypatch.setattr("pyrl_ext.plan.forecast.suggest.step_time", counted)
-    assert suggest(GLM47, (), 8, "H200").found == eight.found
-    assert len(eight.found) <= len(priced) < eight.held
-
-
-def test_suggest_leaves_nothing_faster_out():
-    fixed = ["parallel.pp=1", "parallel.cp=1"]
-    source = load(GLM47, fixed)
-    given = _Given(draft_of(source), frozenset(source.overrides), 8, "H200")
-    totals = []
-    for layout in given.layouts():
-        for tokens in given.tokens(layout):
-            for saving in given.savings():
-                plan = given.plan(layout | {TOKENS: tokens} | saving)
-                fits = max(s.peak for s in stage_memory(plan)) <= (1 - LEFT_FREE) * given.limit
-                if fits and not _broken(plan):
-                    found = step_time(plan)
-                    assert found
-                    totals.append(found.total)
-    search = suggest(GLM47, fixed, 8, "H200")
-    assert search.found[0].time.total == pytest.approx(min(totals))
+    given = compile_plan(GLM47)
+    took = step_time(given)
+    assert took and totals[0] <= took.total  # the given layout is one of them
 
 
 def test_suggest_keeps_overrides_on_other_gpus():
@@ -94,16 +53,6 @@ def test_suggest_keeps_overrides_on_other_gpus():
         assert not any(text.startswith(("parallel.tp=", "model.rec")) for text in each.overrides)
         plan = compile_plan(GLM47, [*fixed, *each.overrides])
         assert (plan.world_size, plan.parallel.tp, plan.model.recompute) == (16, 2, "full")
-
-
-def test_suggest_proposes_nothing_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]):
-    """Four H100 are too few with all that runs; the optimizer's state on the host would do."""
-    assert main([str(GLM47), "parallel.tp=2", "--suggest", "4xH100"]) == 2
-    told = " ".join(capsys.readouterr().out.split())
-    assert "GiB on a GPU, expected at most 75.67 GiB" in told and "optimizer.offload" not in told
-    given = _Given(draft_of(load(GLM47, ["optimizer.offload=1.0"])), frozenset(), 4, "H100")
-    plan = given.plan(given.savings()[-1])
-    assert plan.rollout.offload_trainer == "all" and plan.optimizer.offload == 1  # as given
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from rich.console import Console
 
-from pyrl_ext.plan.forecast.items import Item
-from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.units import amount, duration
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.model.units import amount, duration
 from pyrl_ext.plan.phases import START
-from pyrl_ext.plan.show.summary import Summary, values
-from pyrl_ext.plan.show.terminal import memory_table
-from tests.helpers.plan_pages import PLANS, plan_of, printed
+from pyrl_ext.plan.show.summary import Summary, Table, values
+from pyrl_ext.plan.show.terminal import print_table
+from tests.helpers.plan_pages import plan_of, printed
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["tiny", "interleaved"])
 def test_print_plan_answers_first_and_breaks_no_name(name: str):
     plan = plan_of(name)
     lines = printed(plan, 100)
@@ -27,10 +24,8 @@ def test_print_plan_answers_first_and_breaks_no_name(name: str):
     shown = "\n".join(lines)
     for key, value, _, is_default in values(plan):
         assert is_default or f"{key}={value}" in shown
-    everything = printed(plan, 80, everything=True)
-    for key, *_ in values(plan):
-        assert any(re.match(rf"\s*{key.rpartition('.')[2]}: ", line) for line in everything)
-    assert len(everything) > len(lines)
+    everything = "\n".join(printed(plan, 200, everything=True))
+    assert all(f"{key}={value}" in everything for key, value, *_ in values(plan))
 
 
 def test_memory_table_has_bytes_by_phase():
@@ -51,20 +46,19 @@ def test_memory_table_has_bytes_by_phase():
     assert numbers("weights")[0] == pytest.approx(stage.bytes_of("weights") / 2**30, abs=0.006)
 
 
-def test_memory_table_cuts_reasons_and_never_names():
-    summary = Summary(plan_of("tiny"))
-    item = Item("parameters gathered ahead", 2**20, ("update",), "a reason " * 20, exact=False)
-    summary.memory = (StageMemory(0, (*stage_memory(summary.plan)[0].items, item)),)
+def test_print_table_cuts_reasons_and_never_names():
+    rows = [("parameters gathered ahead", "1.00", "a reason " * 20)]
+    table = Table("memory", ("item", "update", "how it is counted"), rows, ("update",))
 
     def lines(in_full: bool) -> list[str]:
         console = Console(width=100, color_system=None)
         with console.capture() as capture:
-            console.print(memory_table(summary, in_full)[1])
+            print_table(table, console, in_full)
         return capture.get().splitlines()
 
     short = lines(False)
     full = lines(True)
-    (line,) = [line for line in short if line.startswith("~ parameters gathered ahead  ")]
+    (line,) = [line for line in short if line.startswith("parameters gathered ahead  ")]
     assert len(line) <= 100 and line.rstrip().endswith("…")
     assert len(full) > len(short) and "…" not in "".join(full)
 
@@ -83,20 +77,12 @@ def test_verdicts_answer_whether_it_holds_fits_and_runs():
 
     whole = answers("glm47")
     assert [whole[each] for each in ("consistent", "fits", "runs")] == ["good"] * 3
-    refused = answers("glm47", "optimizer.offload=1.0")
-    assert refused["cannot run yet"] == "bad"
     assert answers("glm47", "hardware.gpu=null")["memory"] == "plain"
-    assert answers("tiny")["runs"] == "good"
-    full = Summary(plan_of("tiny"))
-    full.limit = full.fullest.peak - 2048
-    (verdict,) = [each for each in full.verdicts if each.tone == "bad"]
+    tiny = Summary(plan_of("tiny"))
+    assert tiny.time is None and answers("tiny")["time"] == "plain"
+    tiny.limit = tiny.fullest.peak - 2048
+    (verdict,) = [each for each in tiny.verdicts if each.tone == "bad"]
     assert verdict.answer == "does not fit" and verdict.detail.endswith(": 2 KiB too much")
-
-
-def test_verdicts_estimate_no_time_without_a_gpu():
-    assert Summary(plan_of("tiny")).time is None
-    (verdict,) = [each for each in Summary(plan_of("tiny")).verdicts if each.answer == "time"]
-    assert verdict.detail == "not estimated: hardware.gpu names no GPU"
 
 
 @pytest.mark.parametrize(

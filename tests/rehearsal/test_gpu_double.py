@@ -22,7 +22,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.offload import storage_bytes
 from pyrl_ext.parallel.upload import Upload
-from pyrl_ext.plan.forecast.memory import memory_of
+from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.phases import Offloadable
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
@@ -346,7 +346,7 @@ def bytes_of_a_step(*overrides: str) -> None:
     """Live bytes after a step are those of the plan's exact items, of the last microbatch's routes,
     and less than 1 % of small buffers."""
     plan = tiny_plan(BF16, *overrides)
-    planned = {item.name: item for item in memory_of(plan, 0).items}
+    planned = {item.name: item for item in stage_memory(plan)[0].items}
     with on_double(plan) as topo, gpu_double.rehearsed():
         before = LEDGER.live
         batch = random_batch()

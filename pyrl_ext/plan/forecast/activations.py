@@ -8,16 +8,15 @@ and on a GPU. What transformer-engine fuses is counted as if it were not fused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.attention import Heads, heads_of
-from pyrl_ext.plan.forecast.state_layers import state_saved
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.attention import Heads, heads_of
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
 from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.lora import adapted
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
 
@@ -46,29 +45,28 @@ def layer(plan: Plan, kind: LayerKind) -> Layer:
     """Bytes that a layer saves when nothing is recomputed."""
     sizes = plan.sizes
     tp = plan.parallel.tp
-    each = DTYPE_BYTES[plan.model.dtype]
+    width = DTYPE_BYTES[plan.model.dtype]
     sparse = kind.feed_forward == "moe"
     heads = heads_of(plan)
     read = inputs_kept(plan, kind)
-    narrow = adapters_kept(plan, kind)
+    narrow, narrow_feed_forward = _adapters(plan, kind)
     projections = core = core_inputs = 0.0
     if kind.mixer is not None:
-        projections = each * sizes.hidden_size * ("attention" in read) / tp + narrow.attention
+        projections = width * sizes.hidden_size * ("attention" in read) / tp + narrow
     if kind.mixer == "attention":
         projections += _latent_inputs(plan, read) / tp + _norms_of_heads(plan, heads)
         # the gate, and what it multiplies
-        projections += each * heads.output * (("core" in read) + 2 * sizes.has_output_gate)
-        core = _core(plan, heads) + _gathered_latents(plan)
-        core_inputs = each * (heads.query + _own_keys(plan, heads))
+        projections += width * heads.output * (("core" in read) + 2 * sizes.has_output_gate)
+        core = _core(plan, heads)
+        core_inputs = width * (heads.query + _own_keys(plan, heads))
     elif kind.has_state:
-        projections += state_saved(plan)
+        projections += _state_elements(plan, outputs=2) * width
     feed_forward = feed_forward_input = 0.0
     if kind.feed_forward is not None:
         # megatron's routers keep their input, also for a frozen weight
-        feed_forward_input = each * sizes.hidden_size * ("mlp" in read or sparse) / tp
-        feed_forward = narrow.feed_forward + (
-            _experts(plan, read) if sparse else _mlp(plan, sizes.intermediate_size, read)
-        )
+        feed_forward_input = width * sizes.hidden_size * ("mlp" in read or sparse) / tp
+        part = _experts(plan, read) if sparse else _mlp(plan, sizes.intermediate_size, read)
+        feed_forward = narrow_feed_forward + part
     return Layer(
         norms=kind.blocks * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
@@ -89,33 +87,34 @@ def inputs_kept(plan: Plan, kind: LayerKind) -> Set[str]:
     that adapters read."""
     if plan.lora is None:
         return ALL_INPUTS
-    return {each.input for each in adapted(plan.sizes, plan.lora, kind)}
+    return {linear.input for linear in adapted(plan.sizes, plan.lora, kind)}
 
 
-class Narrow(NamedTuple):
-    """Bytes that a layer's adapters save for a row: what their A make."""
-
-    attention: float
-    feed_forward: float
-
-
-def adapters_kept(plan: Plan, kind: LayerKind) -> Narrow:
-    """Bytes for a row of what the A of a layer's adapters make. Tensor-parallel ranks gather it
-    where W is cut by rows, and have a part of it elsewhere."""
+def _adapters(plan: Plan, kind: LayerKind) -> tuple[float, float]:
+    """Bytes for a row of the outputs of A, of the mixer's adapters and of the feed-forward part's.
+    Tensor-parallel ranks gather them where W is cut by rows, and have a part of them elsewhere."""
     lora = plan.lora
-    attention = 0.0
-    feed_forward = 0.0
+    mixer = feed_forward = 0.0
     if lora is None:
-        return Narrow(attention, feed_forward)
-    for each in adapted(plan.sizes, lora, kind):
-        rows = 1.0 if each.cut == "rows" else 1 / plan.parallel.tp
-        rows = dispatched(plan) if each.experts else rows
-        kept = rows * DTYPE_BYTES[plan.model.dtype] * lora.rank_of(each.experts > 0)
-        if each.input in ("attention", "query", "latent", "core"):
-            attention += kept
+        return mixer, feed_forward
+    for linear in adapted(plan.sizes, lora, kind):
+        rows = 1.0 if linear.cut == "rows" else 1 / plan.parallel.tp
+        rows = dispatched(plan) if linear.experts else rows
+        kept = rows * DTYPE_BYTES[plan.model.dtype] * lora.rank_of(linear.experts > 0)
+        if linear.input in ("attention", "query", "latent", "core"):
+            mixer += kept
         else:
             feed_forward += kept
-    return Narrow(attention, feed_forward)
+    return mixer, feed_forward
+
+
+def _state_elements(plan: Plan, outputs: int) -> float:
+    """Elements of a row in a mixer that carries a state: the input projection's and the
+    convolution's outputs, and `outputs` times the scan's."""
+    mixer = plan.sizes.state_mixer
+    if mixer is None:
+        return 0.0
+    return (mixer.inputs + mixer.convolved + outputs * mixer.inner) / plan.parallel.tp
 
 
 def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
@@ -128,25 +127,17 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
 
 def _latent_inputs(plan: Plan, read: Set[str]) -> int:
     """The compressed query and key/value: their norms, and the outputs of these, except for latents
-    that other ranks gather (`_gathered_latents`)."""
+    that other ranks gather."""
     sizes = plan.sizes
     if not isinstance(sizes, Latent):
         return 0
-    each = DTYPE_BYTES[plan.model.dtype]
+    width = DTYPE_BYTES[plan.model.dtype]
     rank = sizes.kv_lora_rank
     kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
-    kept += each * rank * ("latent" in read and not plan.gathers_latents)
+    kept += width * rank * ("latent" in read and not plan.gathers_latents)
     if sizes.q_lora_rank:
-        kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank * ("query" in read)
+        kept += _norm(plan, sizes.q_lora_rank) + width * sizes.q_lora_rank * ("query" in read)
     return kept
-
-
-def _gathered_latents(plan: Plan) -> float:
-    """The latents of all context-parallel ranks, from which core attention's keys are made."""
-    if not (isinstance(plan.sizes, Latent) and plan.gathers_latents):
-        return 0
-    cp = plan.parallel.dynamic_cp or plan.parallel.cp
-    return DTYPE_BYTES[plan.model.dtype] * plan.sizes.kv_lora_rank * cp / plan.parallel.tp
 
 
 def _own_keys(plan: Plan, heads: Heads) -> float:
@@ -161,8 +152,8 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
     if not (isinstance(plan.sizes, GroupedQuery) and plan.sizes.has_qk_norm):
         return 0
     every = heads.query + heads.key + heads.value  # one product makes them
-    each_head = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
-    return _norm(plan, heads.query) + _norm(plan, heads.key, every) + each_head
+    more_heads = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
+    return _norm(plan, heads.query) + _norm(plan, heads.key, every) + more_heads
 
 
 def _own_value(plan: Plan, heads: Heads) -> int:
@@ -177,8 +168,9 @@ def takes_equal_shapes(plan: Plan) -> bool:
 
 
 def _core(plan: Plan, heads: Heads) -> float:
-    """Queries, keys, values and output as the kernel reads them, and its log-sum-exps."""
-    each = DTYPE_BYTES[plan.model.dtype]
+    """Queries, keys, values and output as the kernel reads them, its log-sum-exps, and gathered
+    latents from which keys are made."""
+    width = DTYPE_BYTES[plan.model.dtype]
     cp = plan.parallel.dynamic_cp or plan.parallel.cp
     # rank r of cp holds the zigzag chunks r and 2 cp - 1 - r of a sequence, which see r + 1 and
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
@@ -186,11 +178,14 @@ def _core(plan: Plan, heads: Heads) -> float:
     value = max(heads.key, heads.value)  # a narrower value is padded
     if not takes_equal_shapes(plan) and cp == 1 and not isinstance(plan.sizes, Latent):
         value = _own_value(plan, heads)
-    kept = each * (heads.query + seen * (heads.key + value)) + 4 * heads.number
+    kept = width * (heads.query + seen * (heads.key + value)) + 4 * heads.number
     if takes_equal_shapes(plan):
-        return kept + each * max(heads.query, heads.output) + 8  # 8: index back to packed rows
-    # packed rows need no index; only padding of the values is copied
-    return kept + each * heads.query * (heads.query != heads.output)
+        kept += width * max(heads.query, heads.output) + 8  # 8: index back to packed rows
+    else:  # packed rows need no index; only padding of the values is copied
+        kept += width * heads.query * (heads.query != heads.output)
+    if isinstance(plan.sizes, Latent) and plan.gathers_latents:
+        kept += width * plan.sizes.kv_lora_rank * cp / plan.parallel.tp
+    return kept
 
 
 def _mlp(plan: Plan, width: int, read: Set[str]) -> float:
@@ -207,73 +202,64 @@ def dispatched(plan: Plan) -> float:
 def _experts(plan: Plan, read: Set[str]) -> float:
     """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
     sizes = plan.sizes
-    parallel = plan.parallel
-    each = DTYPE_BYTES[plan.model.dtype]
-    experts = sizes.num_experts
     # scores and probabilities; of the chosen pairs the row, its place among the row's and in the
     # map, and where a row's begin; the pairs themselves, unless they are replayed
-    router = 8 * experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
-    width = sizes.moe_intermediate_size / parallel.etp_size
+    router = 8 * sizes.num_experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
+    width = sizes.moe_intermediate_size / plan.parallel.etp_size
     saved = sizes.mlp_matrices - 1 + ("inside experts" in read)
-    row = each * (sizes.hidden_size * ("experts" in read) + saved * width) + 4
+    elements = sizes.hidden_size * ("experts" in read) + saved * width
+    row = DTYPE_BYTES[plan.model.dtype] * elements + 4
     shared = _mlp(plan, sizes.shared_expert_width, read)
-    return router / parallel.tp + dispatched(plan) * row + shared
+    return router / plan.parallel.tp + dispatched(plan) * row + shared
 
 
 # A chunk, a stage -------------------------------------------------------------------------------
 
 
 class Kept(NamedTuple):
-    """Bytes that a model chunk saves for a row."""
+    """Bytes for a row."""
 
     kept: float
     """Held from the forward pass to the backward pass."""
     again: float
     """Recomputed in the backward pass, one layer at a time."""
-    offloaded: float
-    """The part of `kept` that is offloaded to host memory."""
 
 
 def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     """The tensors that one microbatch saves in a model chunk, under the plan's recompute choice."""
     hidden = plan.sizes.hidden_size
     tp = plan.parallel.tp
-    each = DTYPE_BYTES[plan.model.dtype]
-    kinds = plan.sizes.kinds_in(chunk)
-    split = [_recomputed(plan, layer(plan, kind), kind) for kind in kinds]
-    kept = sum(part for part, _ in split)
+    width = DTYPE_BYTES[plan.model.dtype]
+    split = [_recomputed(plan, layer(plan, kind), kind) for kind in plan.sizes.kinds_in(chunk)]
+    kept = sum(part.kept for part in split)
     # an MTP layer adds two norms, the concatenated input of a projection, and a last norm
-    joined = 2 * each * hidden * (plan.lora is None)
+    joined = 2 * width * hidden * (plan.lora is None)
     kept += chunk.mtp * (3 * _norm(plan, hidden) + joined) / tp
     head = 0.0
     if chunk.loss:  # the final norm, and the hidden states of every depth as the head reads them
-        head = (_norm(plan, hidden) + (1 + plan.num_mtp_layers) * each * hidden) / tp
+        head = (_norm(plan, hidden) + (1 + plan.num_mtp_layers) * width * hidden) / tp
     if plan.parallel.pp > 1:  # the pipeline schedule also holds the chunk's output; its input is
-        kept += each * hidden / tp  # what the first norm has saved
-    offloaded = sum(part for part, _ in split[: plan.model.offload_layers])
-    again = (
-        max((part for _, part in split), default=0) - head
-    )  # the head's tensors are freed by then
-    return Kept(kept + head, max(again, 0), offloaded)
+        kept += width * hidden / tp  # what the first norm has saved
+    again = max((part.again for part in split), default=0) - head  # the head's are freed by then
+    return Kept(kept + head, max(again, 0))
 
 
-def _recomputed(plan: Plan, saved: Layer, kind: LayerKind) -> tuple[float, float]:
-    """(kept, recomputed in the backward pass) of a layer."""
+def _recomputed(plan: Plan, saved: Layer, kind: LayerKind) -> Kept:
+    """The plan's recompute choice for one layer."""
     if plan.model.recompute == "none":
-        return saved.whole, 0
+        return Kept(saved.whole, 0)
     if plan.model.recompute == "full":
-        each = DTYPE_BYTES[plan.model.dtype]
-        entering = each * plan.sizes.hidden_size / plan.parallel.tp
-        return entering, saved.whole - entering  # the first norm saves the same tensor
+        entering = DTYPE_BYTES[plan.model.dtype] * plan.sizes.hidden_size / plan.parallel.tp
+        return Kept(entering, saved.whole - entering)  # the first norm saves the same tensor
     # selective: core attention and experts, each from its inputs
-    core = (
-        saved.core if not saved.core or takes_equal_shapes(plan) else saved.core - saved.core_inputs
-    )
+    core = saved.core
+    if core and not takes_equal_shapes(plan):
+        core -= saved.core_inputs
     experts = saved.feed_forward - saved.feed_forward_input if kind.feed_forward == "moe" else 0
     kept = saved.whole - saved.core + saved.core_inputs - experts
     # core attention is recomputed when the part behind it is done
     behind = saved.norms / 2 + saved.feed_forward - experts
-    return kept, max(core - behind, experts)
+    return Kept(kept, max(core - behind, experts))
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
@@ -289,35 +275,36 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
     if vpp == 1:
         return (min(pp - stage, most),)
     warm_up = (pp - 1 - stage) * 2 + (vpp - 1) * pp
-    held = min(warm_up + 1, -(-most // pp) * pp * vpp)
-    order = [number % (pp * vpp) // pp for number in range(held)]
+    passes = min(warm_up + 1, -(-most // pp) * pp * vpp)
+    order = [number % (pp * vpp) // pp for number in range(passes)]
     return tuple(order.count(chunk) for chunk in range(vpp))
 
 
 def stage_activations(plan: Plan, stage: int) -> Kept:
     """Bytes for a row of everything that a pipeline stage holds at the same time."""
-    chunks: Sequence[ModelChunk] = plan.stages[stage]
-    parts = [chunk_activations(plan, chunk) for chunk in chunks]
+    parts = [chunk_activations(plan, chunk) for chunk in plan.stages[stage]]
     counts = in_flight(plan, stage)
     angles = 4 * heads_of(plan).rotary  # cosines and sines, which all layers of a pass share
-    return Kept(
-        sum(n * part.kept for n, part in zip(counts, parts, strict=True)) + max(counts) * angles,
-        max(part.again for part in parts),
-        sum(n * part.offloaded for n, part in zip(counts, parts, strict=True)),
-    )
+    kept = sum(n * part.kept for n, part in zip(counts, parts, strict=True))
+    return Kept(kept + max(counts) * angles, max(part.again for part in parts))
 
 
-def attention_scratch(plan: Plan) -> float:
-    """Temporary bytes for a row in the backward pass of core attention: gradients, and on a GPU a
-    float32 sum for the queries, elsewhere a second copy ordered by sequence length."""
-    heads = heads_of(plan)
-    each = DTYPE_BYTES[plan.model.dtype]
-    gradients = each * (heads.query + heads.key + max(heads.key, heads.value))
-    return 2 * gradients if takes_equal_shapes(plan) else gradients + 4 * heads.query
+def mixer_scratch(plan: Plan, kinds: Set[LayerKind]) -> float:
+    """Temporary bytes for a row in the backward pass of a mixer: gradients; of core attention on a
+    GPU also a float32 sum for the queries, elsewhere a second copy ordered by sequence length."""
+    width = DTYPE_BYTES[plan.model.dtype]
+    scratch = 0.0
+    if any(kind.has_state for kind in kinds):
+        scratch = width * _state_elements(plan, outputs=1)
+    if any(kind.mixer == "attention" for kind in kinds):
+        heads = heads_of(plan)
+        gradients = width * (heads.query + heads.key + max(heads.key, heads.value))
+        second = gradients if takes_equal_shapes(plan) else 4 * heads.query
+        scratch = max(scratch, gradients + second)
+    return scratch
 
 
 def dispatch_scratch(plan: Plan) -> float:
     """Temporary bytes for a row between experts and router: the experts' output sorted by expert,
     the same sorted by the rank it came from, and the gradient."""
-    each = DTYPE_BYTES[plan.model.dtype]
-    return 3 * each * plan.sizes.hidden_size * dispatched(plan) if plan.router_layers else 0
+    return 3 * DTYPE_BYTES[plan.model.dtype] * plan.sizes.hidden_size * dispatched(plan)

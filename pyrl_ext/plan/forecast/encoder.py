@@ -1,7 +1,7 @@
 """An encoder: parameters, memory and work of its pipeline stages.
 
 Its microbatches are those of the language model; the images of each are spread over its replicas.
-With ranks for itself it runs ahead; on those of the language model's first stage it is a part of
+With dedicated ranks it runs ahead; on those of the language model's first stage it is a part of
 that stage's passes.
 """
 
@@ -11,13 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
-from pyrl_ext.plan.forecast.hardware import Gpu
-from pyrl_ext.plan.forecast.parts import reached
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.counts import Parameters
 from pyrl_ext.plan.model.towers import Tower
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Module, Parallel
 from pyrl_ext.schedule.pipeline import ahead_of
@@ -42,7 +39,7 @@ class Encoder:
 
     @cached_property
     def parallel(self) -> Parallel:
-        """How its ranks are arranged."""
+        """Layout of its ranks."""
         return self.plan.grids[self.name].parallel
 
     @property
@@ -58,27 +55,24 @@ class Encoder:
         """Layers of each pipeline stage."""
         return self.tower.stages(self.parallel.pp)
 
-    @property
-    def stage_layers(self) -> list[tuple[int, ...]]:
-        """0-based ids of the layers of each pipeline stage."""
-        ends = list(accumulate(self.layers))
-        return [tuple(range(end - n, end)) for n, end in zip(self.layers, ends, strict=True)]
+    def is_last(self, stage: int) -> bool:
+        """True if the stage holds the mergers."""
+        return stage == self.parallel.pp - 1
 
-    def besides(self, stage: int) -> list[str]:
-        """Parts of a stage in addition to its layers."""
-        first = stage == 0
-        last = stage == len(self.layers) - 1
-        return ["patches"] * first + ["merger"] * last
+    @property
+    def mergers(self) -> int:
+        """Number of mergers: one, and one for each layer whose output is added."""
+        return 1 + len(self.tower.deepstack)
 
     @property
     def row_width(self) -> int:
         """Elements that it hands over for each row of the language model."""
-        return self.plan.sizes.hidden_size * (1 + len(self.tower.deepstack))
+        return self.plan.sizes.hidden_size * self.mergers
 
     def in_flight(self, stage: int) -> int:
         """Most microbatches of a stage whose backward pass is still to come: the language model's
-        first gradient comes back after `ahead_of`, and with ranks for itself an encoder's last
-        stage works on one more meanwhile."""
+        first gradient comes back after `ahead_of`, and on dedicated ranks an encoder's last stage
+        works on one more meanwhile."""
         if not self.module.train:
             return 1
         most = -(-self.plan.samples_per_minibatch // self.plan.parallel.dp)
@@ -88,25 +82,28 @@ class Encoder:
     def parameters(self, stage: int) -> Parameters:
         """Parameters of a stage: the first embeds patches, the last has the mergers."""
         tower = self.tower
-        hidden = self.tower.hidden_size
-        total = Parameters()
-        for _ in range(self.layers[stage]):
-            total += _layer(tower)
-        side = self.plan.model.family == "kimi_k25"  # whose table has as many rows as columns
+        hidden = tower.hidden_size
+        out = self.plan.sizes.hidden_size
+        square = self.plan.model.family == "kimi_k25"  # its table has as many rows as columns
+        # a layer has four products of attention and two of an MLP with biases, and two norms
+        count = self.layers[stage]
+        split = count * (_matrices(tower) + 3 * hidden + tower.intermediate_size)
+        whole = count * 6 * hidden
         if stage == 0:
-            positions = tower.positions**2 if side else tower.positions
-            total += Parameters(replicated=(self.tower.patch_width + 1 + positions) * hidden)
-        if stage == len(self.layers) - 1:
-            total += Parameters(replicated=2 * hidden * side)  # a norm behind the last layer
-            total += _merger(tower, hidden, self.plan.sizes.hidden_size)
-            for _ in tower.deepstack:
-                total += _merger(tower, hidden * tower.merge**2, self.plan.sizes.hidden_size)
-        return total
+            positions = tower.positions**2 if square else tower.positions
+            whole += (tower.patch_width + 1 + positions) * hidden
+        if self.is_last(stage):
+            wide = hidden * tower.merge**2
+            whole += 2 * hidden * square  # a norm behind the last layer
+            # the first merger norms patches, the others merged patches
+            whole += 2 * hidden + 2 * wide * len(tower.deepstack) + out * self.mergers
+            split += self.mergers * (wide * wide + wide + wide * out)
+        return Parameters(replicated=whole, tensor=split)
 
     def on_rank(self, stage: int) -> int:
         """Parameters of a stage on one rank."""
-        held = self.parameters(stage)
-        return held.replicated + -(-held.tensor // self.parallel.tp)
+        stored = self.parameters(stage)
+        return stored.replicated + -(-stored.tensor // self.parallel.tp)
 
     def stepped(self, stage: int) -> int:
         """Parameters of a stage whose optimizer state one rank holds."""
@@ -121,46 +118,41 @@ class Encoder:
         values before and after they are rotated, attention's output, and the feed-forward part's
         input and output."""
         tower = self.tower
-        each = DTYPE_BYTES[self.plan.model.dtype]
         split = 9 * tower.hidden_size + 2 * tower.intermediate_size
-        return each * (4 * tower.hidden_size + split) / self.parallel.tp
+        elements = (4 * tower.hidden_size + split) / self.parallel.tp
+        return DTYPE_BYTES[self.plan.model.dtype] * elements
 
     def activations(self, stage: int) -> float:
         """Bytes for a patch that a stage keeps of one microbatch for the backward pass."""
-        each = DTYPE_BYTES[self.plan.model.dtype]
+        width = DTYPE_BYTES[self.plan.model.dtype]
         kept = self.saved * self.layers[stage]
         if self.plan.model.recompute == "full":
-            kept = each * self.tower.hidden_size * self.layers[stage]
-        if stage == len(self.layers) - 1:
-            wide = self.tower.hidden_size * (1 + len(self.tower.deepstack))
-            kept += each * (3 * wide + self.row_width / self.tower.merge**2)
+            kept = width * self.tower.hidden_size * self.layers[stage]
+        if self.is_last(stage):
+            merged = 3 * self.tower.hidden_size * self.mergers
+            kept += width * (merged + self.row_width / self.tower.merge**2)
         return kept
 
-    # Time ---------------------------------------------------------------------------------------
-
-    def seconds(self, gpu: Gpu, patches: float, stage: int) -> float:
-        """Seconds of a stage's forward pass over `patches` on a rank."""
-        rate, _ = reached("projections", gpu.flops[self.plan.model.dtype])
-        core, _ = reached("attention", gpu.flops[self.plan.model.dtype])
-        tp = self.parallel.tp
-        products, scores = self.flops(stage)
-        return patches * (products / rate + scores / core) / tp
+    # Work ---------------------------------------------------------------------------------------
 
     def flops(self, stage: int) -> tuple[float, float]:
         """Operations of a forward pass for a patch: of matrix products, and of attention within
         images of the estimated size."""
         tower = self.tower
-        held = self.layers[stage]
-        products = 2.0 * _matrices(tower) * held
+        products = 2.0 * _matrices(tower) * self.layers[stage]
         if stage == 0:
-            products += 2 * self.tower.patch_width * tower.hidden_size
-        if stage == len(self.layers) - 1:
+            products += 2 * tower.patch_width * tower.hidden_size
+        if self.is_last(stage):
             wide = tower.hidden_size * tower.merge**2
             out = self.plan.sizes.hidden_size
-            mergers = (1 + len(tower.deepstack)) * (wide * wide + wide * out)
-            products += 2 * mergers / tower.merge**2
-        scores = 4.0 * tower.hidden_size * self.plan.estimate.image_patches * held
+            products += 2 * (self.mergers * (wide * wide + wide * out)) / tower.merge**2
+        scores = 4.0 * tower.hidden_size * self.plan.estimate.image_patches * self.layers[stage]
         return products, scores
+
+    @property
+    def patch_flops(self) -> float:
+        """Operations of a forward pass for a patch, of all stages."""
+        return sum(sum(self.flops(stage)) for stage in range(self.parallel.pp))
 
     @property
     def step_patches(self) -> float:
@@ -171,23 +163,14 @@ class Encoder:
         """Patches of one of a step's microbatches on the replica that gets most, on average:
         images are not split."""
         images = self.plan.samples * self.plan.estimate.images / microbatches
-        each = images / self.parallel.dp
-        return self.plan.estimate.image_patches * (math.ceil(each) if each > 1 else min(1, images))
-
-    @property
-    def patch_flops(self) -> float:
-        """Operations of a forward pass for a patch, of all stages."""
-        return sum(sum(self.flops(stage)) for stage in range(len(self.layers)))
-
-    @property
-    def passes(self) -> int:
-        """Operations of a microbatch in an update, in forward passes, without recomputation."""
-        return 3 if self.module.train else 1
+        share = images / self.parallel.dp
+        whole = math.ceil(share) if share > 1 else min(1, images)
+        return self.plan.estimate.image_patches * whole
 
     @property
     def update_flops(self) -> float:
         """Model FLOPs of a step's updates on all its ranks."""
-        return self.passes * self.patch_flops * self.step_patches
+        return (3 if self.module.train else 1) * self.patch_flops * self.step_patches
 
 
 def encoders(plan: Plan) -> list[Encoder]:
@@ -196,31 +179,21 @@ def encoders(plan: Plan) -> list[Encoder]:
 
 
 def encoder_stages(plan: Plan) -> Iterator[tuple[Encoder, int]]:
-    """(encoder, its stage) of every pipeline stage that has ranks for itself, in order."""
-    own = (each for each in encoders(plan) if not each.shared)
-    return ((each, stage) for each in own for stage in range(len(each.layers)))
+    """(encoder, its stage) of every pipeline stage on dedicated ranks, in order."""
+    for encoder in encoders(plan):
+        if not encoder.shared:
+            yield from ((encoder, stage) for stage in range(encoder.parallel.pp))
 
 
 def encoder_parameters(plan: Plan) -> int:
-    """Parameters of all encoders, which are published with the language model's."""
-    every = ((each, stage) for each in encoders(plan) for stage in range(len(each.layers)))
-    return sum(each.parameters(stage).total for each, stage in every)
-
-
-def _layer(tower: Tower) -> Parameters:
-    """Attention with one product for queries, keys and values, a feed-forward part of two, both
-    with biases, and two norms."""
-    hidden = tower.hidden_size
-    split = _matrices(tower) + 3 * hidden + tower.intermediate_size
-    return Parameters(replicated=4 * hidden + 2 * hidden, tensor=split)
+    """Parameters of all encoders, which a weight sync sends with the language model's."""
+    return sum(
+        encoder.parameters(stage).total
+        for encoder in encoders(plan)
+        for stage in range(encoder.parallel.pp)
+    )
 
 
 def _matrices(tower: Tower) -> int:
     """Elements of a layer's matrices."""
     return 4 * tower.hidden_size**2 + 2 * tower.hidden_size * tower.intermediate_size
-
-
-def _merger(tower: Tower, normed: int, out: int) -> Parameters:
-    """A norm, and two products of `merge` x `merge` patches to a row of the language model."""
-    wide = tower.hidden_size * tower.merge**2
-    return Parameters(replicated=2 * normed + out, tensor=wide * wide + wide + wide * out)

@@ -1,15 +1,18 @@
-"""Memory of a GPU of a vLLM engine: weights, and the key/value cache that is left."""
+"""Memory of a GPU of an engine: weights, and the key/value cache that is left."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
-from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.state_layers import state_bytes
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.forecast.items import Item
+from pyrl_ext.plan.forecast.parameters import factor_numbers
+from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.hardware import memory_limit
+from pyrl_ext.plan.model.units import DTYPE_BYTES
+from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.plan import Plan
 
 # vLLM's options that change how much a GPU holds.
@@ -52,14 +55,78 @@ def engine_memory(plan: Plan) -> EngineMemory | None:
         return None
     if UNCOUNTED & rollout.engine_options.keys():
         return None
-    held = DTYPE_BYTES[plan.rollout_dtype] * (
-        parameters(plan.sizes).total + encoder_parameters(plan)
-    )
     return EngineMemory(
         limit,
         int(rollout.gpu_memory_utilization * limit),
-        held // rollout.tp,
+        whole_weights(plan) // rollout.tp,
         kv_bytes_per_token(plan, rollout.tp),
         plan.longest + 1,
         state_bytes(plan, rollout.tp),
     )
+
+
+def whole_weights(plan: Plan) -> int:
+    """Bytes of all weights in the engine's dtype, with the encoders'."""
+    return DTYPE_BYTES[plan.rollout_dtype] * (
+        parameters(plan.sizes).total + encoder_parameters(plan)
+    )
+
+
+def state_bytes(plan: Plan, tp: int) -> int:
+    """Bytes that an engine keeps for one sequence on each of its `tp` GPUs, however long it is:
+    the float32 state of every such layer, and the last inputs of its convolution."""
+    mixer = plan.sizes.state_mixer
+    if mixer is None:
+        return 0
+    taps = DTYPE_BYTES[plan.rollout_dtype] * mixer.convolved * (mixer.taps - 1)
+    layers = sum(kind.has_state for kind in plan.sizes.layer_kinds)
+    return layers * -(-(4 * mixer.state + taps) // tp)
+
+
+def engine_items(plan: Plan, longest: int) -> Iterator[Item]:
+    """The rollout engine, if it shares the trainer's devices.
+
+    Args:
+        longest: tokens of the longest sample.
+    """
+    rollout = plan.rollout
+    if plan.remote_engines:
+        return
+    width = DTYPE_BYTES[plan.rollout_dtype]
+    sleeping = (START, *MEMORY_PHASES[:2])
+    always = (START, *MEMORY_PHASES)
+    weights = whole_weights(plan)
+    factors = width * factor_numbers(plan) * (plan.lora_publish == "adapter")
+    if rollout.engine == "hf":
+        awake = sleeping if plan.engine_sleeps else always
+        yield Item("engine weights", weights, awake, f"{width} bytes a parameter, whole model")
+        if factors:
+            yield Item("engine adapters", factors, awake, f"{width} bytes a number of all factors")
+        yield _embedded_cache(plan, longest)
+    elif rollout.engine == "vllm" and rollout.gpus is None:
+        awake = sleeping if rollout.sleep else always
+        on_gpu = (weights + factors) // rollout.tp
+        why = f"{width} bytes a parameter / rollout.tp {rollout.tp}"
+        limit = memory_limit(plan)
+        if limit is None:
+            yield Item("engine weights", on_gpu, awake, why)
+            return
+        taken = int(rollout.gpu_memory_utilization * limit)
+        left = max(0, taken - on_gpu) // max(1, kv_bytes_per_token(plan, rollout.tp))
+        phases = (START, "rollout") if rollout.sleep else always
+        words = f"rollout.gpu_memory_utilization: weights, and a KV cache of about {left:,} tokens"
+        yield Item("engine", taken, phases, words)
+        if rollout.sleep:
+            yield Item("engine weights", on_gpu, ("publish",), f"{why}; the KV cache still sleeps")
+
+
+def _embedded_cache(plan: Plan, longest: int) -> Item:
+    prompts = -(-plan.prompts_asked // plan.parallel.world_size)
+    slots = min(plan.max_num_seqs, prompts * plan.batching.samples_per_prompt)
+    tokens = slots * longest
+    width = kv_bytes_per_token(plan, 1)
+    # a slot's token, log-prob and routes, and three float32 copies of its logits
+    held = tokens * (width + 12 + plan.sizes.route_bytes_per_token)
+    held += slots * (state_bytes(plan, 1) + 12 * plan.sizes.vocab_size)
+    why = f"{slots} sequences, {tokens:,} tokens x {width:,} bytes, and their logits"
+    return Item("engine cache", held, ("rollout",), why, exact=False)

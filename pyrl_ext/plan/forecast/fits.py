@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.units import size
+from pyrl_ext.plan.model.hardware import memory_limit
+from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.plan import Plan
 
 
@@ -36,44 +34,26 @@ def _over(plan: Plan, exact: bool) -> str | None:
         return None
     items = [i for i in fullest.items if phase in i.phases and not i.host and i.exact >= exact]
     items.sort(key=lambda item: -item.bytes)
-    parts = " + ".join(
-        f"{item.name} {size(item.bytes)}" for item in items if item.bytes >= 0.01 * held
-    )
+    parts = " + ".join(f"{i.name} {size(i.bytes)}" for i in items if i.bytes >= 0.01 * held)
     where = f"{fullest.name}: " if len(stages) > 1 else ""
     limited = plan.hardware.gpu if plan.hardware.memory is None else "hardware.memory"
-    about, out = ("", "would") if exact else ("about ", "may")
+    about = "" if exact else "about "
+    out = "would" if exact else "may"
     return (
         f"{where}a rank needs {about}{size(held)} in phase {phase} ({parts}), expected at most "
-        f"{size(limit)} ({limited}); it {out} run out of memory. " + _help(plan, exact, held, limit)
+        f"{size(limit)} ({limited}); it {out} run out of memory. {_help(plan, exact, held, limit)}"
     )
 
 
 def _most(stages: tuple[StageMemory, ...], exact: bool) -> tuple[int, StageMemory, str]:
     """(bytes, stage, phase) where a rank holds most."""
-    return max(
-        (
-            (stage.held(phase, exact=exact), stage, phase)
-            for stage in stages
-            for phase in reversed(stage.phases)
-        ),
-        key=lambda each: each[0],
-    )
+    places = [(stage, phase) for stage in stages for phase in reversed(stage.phases)]
+    stage, phase = max(places, key=lambda place: place[0].held(place[1], exact=exact))
+    return stage.held(phase, exact=exact), stage, phase
 
 
 def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
     """Advice: keys that make it fit without another layout, or else the two that save most."""
-    changes = sorted(_after(plan, exact))
-    enough = [each for each in changes if each[0] <= limit]
-    helpful = enough or changes[:2]
-    parts = [f"{change} ({size(now)})" for now, change in helpful if now < 0.99 * held]
-    if enough:
-        return f"Use one of: {', '.join(parts)}" if len(parts) > 1 else f"Use {parts[0]}"
-    wider = "Shard over more GPUs (parallel.ep, tp, pp)"
-    return f"{wider}, with {' or '.join(parts)}" if parts else wider
-
-
-def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
-    """(bytes of the fullest rank after the change, the change of one key)."""
     rollout = plan.rollout
     rows = plan.batching.tokens_per_microbatch // 2
     changes: list[tuple[str, str, object]] = [
@@ -86,7 +66,15 @@ def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
         lower = max(0.1, round(rollout.gpu_memory_utilization - 0.2, 1))
         changes += [("rollout", "sleep", True), ("rollout", "offload_trainer", "all")]
         changes.append(("rollout", "gpu_memory_utilization", lower))
+    after: list[tuple[int, str]] = []
     for section, key, value in changes:
         changed = getattr(plan, section).model_copy(update={key: value})
-        held, *_ = _most(stage_memory(plan.model_copy(update={section: changed})), exact)
-        yield held, f"{section}.{key}: {str(value).lower()}"
+        now, *_ = _most(stage_memory(plan.model_copy(update={section: changed})), exact)
+        after.append((now, f"{section}.{key}: {str(value).lower()}"))
+    after.sort()
+    enough = [each for each in after if each[0] <= limit]
+    parts = [f"{change} ({size(now)})" for now, change in enough or after[:2] if now < 0.99 * held]
+    if enough:
+        return f"Use one of: {', '.join(parts)}" if len(parts) > 1 else f"Use {parts[0]}"
+    wider = "Shard over more GPUs (parallel.ep, tp, pp)"
+    return f"{wider}, with {' or '.join(parts)}" if parts else wider

@@ -1,4 +1,4 @@
-"""Floating-point operations of a forward pass, by kind of kernel.
+"""Floating-point operations of a forward pass, by kind of kernel, and of an update.
 
 Only matrix products count, with two operations for a multiply-add. A backward pass takes twice as
 many.
@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.attention import head_widths
+from pyrl_ext.plan.forecast.encoder import encoders
+from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.model.attention import head_widths
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.counts import Sums, layer_parameters, whole_projections
 from pyrl_ext.plan.model.layer_kinds import LayerKind
+from pyrl_ext.plan.model.lora import adapted
 from pyrl_ext.plan.model.sizes import ModelSizes
+from pyrl_ext.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,19 @@ class Flops(Sums):
 
     def times(self, number: int) -> Flops:
         """The operations of `number` such layers."""
-        return Flops(*(number * each for each in vars(self).values()))
+        return Flops(*(number * value for value in vars(self).values()))
 
     def of(self, rows: float, pairs: float, scored: float) -> float:
         """All operations for so many rows, causal pairs and scored rows."""
-        each_row = self.projections + self.experts + self.scan
-        return each_row * rows + self.attention * pairs + self.head * scored
+        a_row = self.projections + self.experts + self.scan
+        return a_row * rows + self.attention * pairs + self.head * scored
 
 
 def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
     total = Flops(head=head, projections=2 * chunk.mtp * 2 * sizes.hidden_size**2)
-    kinds = sizes.kinds_in(chunk)
-    for kind, number in Counter(kinds).items():
+    for kind, number in Counter(sizes.kinds_in(chunk)).items():
         total += _layer(sizes, kind).times(number)
     return total
 
@@ -57,9 +60,9 @@ def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
 
 
 def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
-    held = layer_parameters(sizes, kind)
+    stored = layer_parameters(sizes, kind)
     mixer = sizes.state_mixer
-    split = held.tensor
+    split = stored.tensor
     scan = 0.0
     pairs = 0
     if kind.feed_forward == "moe":
@@ -71,4 +74,35 @@ def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
         split -= mixer.convolved * mixer.taps + mixer.vectors
         split -= mixer.norm if mixer.norm == mixer.inner else 0
         scan = mixer.convolved * mixer.taps + mixer.scan
-    return Flops(2 * split, 2 * held.active_expert, 2 * pairs, 0.0, 2 * scan)
+    return Flops(2 * split, 2 * stored.active_expert, 2 * pairs, 0.0, 2 * scan)
+
+
+def adapter_flops(plan: Plan, chunk: ModelChunk) -> float:
+    """Operations of a forward pass's adapters for one row."""
+    lora = plan.lora
+    if lora is None:
+        return 0.0
+    total = 0
+    for kind, number in Counter(plan.sizes.kinds_in(chunk)).items():
+        for linear in adapted(plan.sizes, lora, kind):
+            times = number * (plan.sizes.topk if linear.experts else 1)
+            rank = lora.rank_of(linear.experts > 0)
+            total += 2 * times * rank * (linear.inputs + linear.outputs)
+    return float(total)
+
+
+def update_flops(plan: Plan) -> float:
+    """Model FLOPs of a step's updates on all ranks: a forward pass, and for the backward pass the
+    same for each gradient that a product has, over the rows and causal pairs of the samples without
+    padding."""
+    samples = step_samples(plan)
+    rows = sum(s.rows for s in samples)
+    scored = sum(s.response for s in samples)
+    pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
+    forward = model_flops(plan.sizes, plan.num_mtp_layers)
+    total = 3 * forward.of(rows, pairs, scored)
+    if plan.lora is not None:  # no gradients of frozen weights
+        layers = tuple(range(plan.sizes.num_hidden_layers))
+        whole = ModelChunk(True, layers, plan.num_mtp_layers, True)
+        total += 3 * adapter_flops(plan, whole) * rows - forward.of(rows, 0, scored)
+    return total + sum(encoder.update_flops for encoder in encoders(plan))

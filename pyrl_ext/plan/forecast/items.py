@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
 from pyrl_ext.plan.groups import communicators, foreign
+from pyrl_ext.plan.model.units import DTYPE_BYTES, GIB
 from pyrl_ext.plan.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.plan import Plan
 
@@ -47,31 +46,21 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
     """
     weight = DTYPE_BYTES[plan.model.dtype]
     adam = 8 if weight == 4 else 12
-    part = " of the rank's part" if plan.optimizer.distributed else ""
-    on_host = math.ceil(plan.optimizer.offload * stepped)
-    some = "" if trained == count else f" of adapters ({trained:,})"
-    for name, held, why in (
-        ("weights", weight * count, f"{weight} bytes a parameter ({count:,})"),
-        ("gradients", 4 * trained, f"4 bytes a parameter{some}, reduced in place"),
-        ("optimizer", adam * (stepped - on_host), f"{adam} bytes a parameter{part} ({stepped:,})"),
-    )[: 3 if trained else 1]:
-        if name in OFFLOADED[plan.rollout.offload_trainer]:
-            # the engine reads the weights before they go
-            offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
-            onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
-            if name == "gradients":  # of no use until the next update sets them to zero
-                yield Item(f"{name}{of}", held, onloaded, f"{why}; dropped in other phases")
-                continue
-            yield Item(f"{name}{of}", held, onloaded, f"{why}; in host memory in other phases")
-            why += "; torch keeps pinned memory once it has it"
-            yield Item(f"{name}{of} on the host", held, MEMORY_PHASES, why, host=True)
-        else:
-            yield Item(f"{name}{of}", held, MEMORY_PHASES, why)
-    if on_host:
-        why = "16 bytes a parameter: weight, gradient and two moments in float32"
-        name = "optimizer"
-        held = 16 * on_host
-        yield Item(f"offloaded {name}{of}", held, MEMORY_PHASES, why, exact=False, host=True)
+    parts = [("weights", weight, count)]
+    if trained:
+        parts += [("gradients", 4, trained), ("optimizer", adam, stepped)]
+    for name, width, number in parts:
+        why = f"{width} bytes a parameter ({number:,})"
+        if name not in OFFLOADED[plan.rollout.offload_trainer]:
+            yield Item(f"{name}{of}", width * number, MEMORY_PHASES, why)
+            continue
+        # the engine reads the weights before they go
+        offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
+        onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
+        yield Item(f"{name}{of}", width * number, onloaded, f"{why}, offloaded in other phases")
+        if name != "gradients":  # the next update sets them to zero, so they are dropped
+            why += "; torch keeps pinned memory"
+            yield Item(f"{name}{of} on the host", width * number, MEMORY_PHASES, why, host=True)
     if plan.objective.kl_coef > 0 and plan.lora is None:
         why = "the initial weights, kept because objective.kl_coef is above 0"
         yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
@@ -81,16 +70,14 @@ def context(plan: Plan, rank: int) -> Iterator[Item]:
     """Memory of CUDA and NCCL on `rank`, and of communicators that an engine suspends."""
     if plan.device != "cuda":
         return
-    theirs = foreign(plan, rank)
-    suspended = sum(each.suspended for each in theirs)
-    number = communicators(plan, rank) + len(theirs) - suspended
+    of_engine = foreign(plan, rank)
+    suspended = sum(each.suspended for each in of_engine)
+    number = communicators(plan, rank) + len(of_engine) - suspended
     why = f"assumed: 1 GiB, and 0.25 GiB for each of {number} NCCL communicators"
-    if len(theirs) > suspended:
-        why += f", {len(theirs) - suspended} of them the engine's or to it"
     held = CONTEXT_BYTES + number * COMMUNICATOR_BYTES
     yield Item("CUDA and NCCL", held, (START, *MEMORY_PHASES), why, exact=False)
     if suspended:
-        why = f"assumed: 0.25 GiB for each of {suspended} NCCL communicators of the engine"
-        held = suspended * COMMUNICATOR_BYTES
+        why = f"assumed: 0.25 GiB for each of {suspended} communicators, suspended in its sleep"
         awake = (START, *MEMORY_PHASES[:2])
-        yield Item("NCCL of the engine", held, awake, f"{why}, suspended in its sleep", exact=False)
+        held = suspended * COMMUNICATOR_BYTES
+        yield Item("NCCL of the engine", held, awake, why, exact=False)

@@ -1,8 +1,9 @@
-"""Parameters of a pipeline stage, of a model chunk, and of one rank."""
+"""Parameters of a pipeline stage, of a model chunk, of one rank, and of a weight sync."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pyrl_ext.plan.model.chunks import ModelChunk
@@ -12,8 +13,9 @@ from pyrl_ext.plan.model.counts import (
     head_parameters,
     layers,
     mtp_parameters,
+    parameters,
 )
-from pyrl_ext.plan.model.lora import factors
+from pyrl_ext.plan.model.lora import adapted, factors
 from pyrl_ext.plan.plan import Plan
 
 
@@ -32,36 +34,30 @@ class RankParameters(NamedTuple):
 
 def stage_parameters(plan: Plan) -> list[Parameters]:
     """Parameters of each pipeline stage."""
-    return [parameters_of_stage(plan, stage) for stage in range(plan.parallel.pp)]
+    return [_of_stage(plan, stage, chunk_parameters) for stage in range(plan.parallel.pp)]
 
 
-def parameters_of_stage(plan: Plan, stage: int) -> Parameters:
-    """Parameters of one pipeline stage, its interleaved chunks added up."""
-    return sum((chunk_parameters(plan, chunk) for chunk in plan.stages[stage]), Parameters())
+def _of_stage(
+    plan: Plan, stage: int, counted: Callable[[Plan, ModelChunk], Parameters]
+) -> Parameters:
+    return sum((counted(plan, chunk) for chunk in plan.stages[stage]), Parameters())
 
 
 def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """Parameters that one model chunk stores: a weight that two stages share is counted in each,
     and the vocabulary is padded to a multiple of tp."""
     sizes = plan.sizes
-    total = Parameters()
-    each = layers(sizes)
-    for index in chunk.layers:
-        total += each[index]
+    of_layer = layers(sizes)
+    total = sum((of_layer[index] for index in chunk.layers), Parameters())
     for _ in range(chunk.mtp):
         total += mtp_parameters(sizes)
-    tables = 0
     reads_tokens = chunk.embedding or chunk.mtp > 0
-    if reads_tokens:
-        total += embedding_parameters(sizes)
-        tables += 1
+    tables = int(reads_tokens)
     if chunk.loss:
         total += head_parameters(sizes)
-        if not sizes.tie_word_embeddings:
-            tables += 1
-        elif not reads_tokens:  # tied weights on two stages are two copies
-            total += embedding_parameters(sizes)
-            tables += 1
+        tables += not (sizes.tie_word_embeddings and reads_tokens)
+    if reads_tokens or (chunk.loss and sizes.tie_word_embeddings):
+        total += embedding_parameters(sizes)
     padding = -sizes.vocab_size % plan.parallel.tp
     return total + Parameters(tensor=tables * padding * sizes.hidden_size)
 
@@ -74,30 +70,31 @@ def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """
     if plan.lora is None:
         return chunk_parameters(plan, chunk)
-    whole = cut = expert = 0
+    total = Parameters()
     for kind, number in Counter(plan.sizes.kinds_in(chunk)).items():
         for factor in factors(plan.sizes, plan.lora, kind):
-            held = number * factor.numbers * factor.tensors
+            count = number * factor.numbers * factor.tensors
             if factor.experts:
-                expert += held * (1 if factor.cut else plan.parallel.etp_size)
+                copied = 1 if factor.cut else plan.parallel.etp_size
+                total += Parameters(expert=count * copied)
             elif factor.cut:
-                cut += held
+                total += Parameters(tensor=count)
             else:
-                whole += held
-    return Parameters(replicated=whole, tensor=cut, expert=expert)
+                total += Parameters(replicated=count)
+    return total
 
 
 def trained_of_stage(plan: Plan, stage: int) -> Parameters:
     """The `trained_parameters` of one pipeline stage, its interleaved chunks added up."""
-    return sum((trained_parameters(plan, chunk) for chunk in plan.stages[stage]), Parameters())
+    return _of_stage(plan, stage, trained_parameters)
 
 
 def held_on_rank(plan: Plan, stage: int) -> int:
     """Parameters that one rank of a stage holds, with those of adapters."""
-    held = rank_parameters(plan, parameters_of_stage(plan, stage)).total
-    if plan.lora is not None:
-        held += rank_parameters(plan, trained_of_stage(plan, stage)).total
-    return held
+    base = rank_parameters(plan, _of_stage(plan, stage, chunk_parameters)).total
+    if plan.lora is None:
+        return base
+    return base + rank_parameters(plan, trained_of_stage(plan, stage)).total
 
 
 def rank_parameters(plan: Plan, stored: Parameters) -> RankParameters:
@@ -116,7 +113,42 @@ def copies(plan: Plan) -> tuple[int, int]:
 
 def optimizer_parameters(plan: Plan, stored: Parameters) -> int:
     """Parameters of `stored` whose optimizer state one rank holds."""
-    held = rank_parameters(plan, stored)
+    on_rank = rank_parameters(plan, stored)
     if not plan.optimizer.distributed:
-        return held.total
-    return sum(-(-number // ranks) for number, ranks in zip(held, copies(plan), strict=True))
+        return on_rank.total
+    return sum(-(-number // ranks) for number, ranks in zip(on_rank, copies(plan), strict=True))
+
+
+# Weight sync -------------------------------------------------------------------------------------
+
+
+def factor_numbers(plan: Plan) -> int:
+    """Numbers in all factors that the engine may get: it has no use for those of MTP layers."""
+    sizes = plan.sizes
+    lora = plan.lora
+    if lora is None:
+        return 0
+    return sum(
+        number * factor.numbers * factor.tensors
+        for kind, number in Counter(sizes.layer_kinds).items()
+        for factor in factors(sizes, lora, kind)
+    )
+
+
+def published_numbers(plan: Plan) -> int:
+    """Numbers that a weight sync sends after the first one: all weights, the adapters' factors, or
+    the weights that adapters change (for vLLM, which fuses them, their whole layers)."""
+    sizes = plan.sizes
+    lora = plan.lora
+    total = parameters(sizes).total
+    if plan.lora_publish == "adapter":
+        return factor_numbers(plan) + total * plan.sends_all
+    if lora is None or plan.sends_all:
+        return total
+    if plan.rollout.engine == "vllm":
+        return total - embedding_parameters(sizes).total - head_parameters(sizes).total
+    return sum(
+        number * linear.inputs * linear.outputs * max(1, linear.experts)
+        for kind, number in Counter(sizes.layer_kinds).items()
+        for linear in adapted(sizes, lora, kind)
+    )

@@ -8,7 +8,6 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.record_lengths import record_lengths
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.schedule.alignment import alignment
 from pyrl_ext.schedule.cp_sizes import cp_sizes
@@ -48,49 +47,21 @@ class Round(NamedTuple):
 
 def step_samples(plan: Plan) -> tuple[Sample, ...]:
     """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
-    and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically. Without
-    rollouts, quantiles of the records' lengths where these are known (`lengths_of`)."""
+    and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically."""
     estimate = plan.estimate
     batching = plan.batching
-    if records := _records(plan):
-        return _of_records(records, batching.samples or 1, plan.data.max_tokens)
     if plan.has_rollouts:
-        prompt = plan.data.max_prompt_tokens
-        longest = prompt, plan.longest + 1 - prompt  # answers and observations
+        most_prompt = plan.data.max_prompt_tokens
+        most_response = plan.longest + 1 - most_prompt  # answers and observations
     else:  # half of a record is given, half is trained on
-        longest = (plan.data.max_tokens // 2, -(-plan.data.max_tokens // 2))
-    means = estimate.prompt_tokens, estimate.response_tokens
-    prompt, response = (
-        (mean or max(1, most / 2), estimate.spread, most)
-        for mean, most in zip(means, longest, strict=True)
-    )
+        most_prompt = plan.data.max_tokens // 2
+        most_response = -(-plan.data.max_tokens // 2)
     return _samples(
-        batching.samples or batching.prompts, batching.samples_per_prompt or 1, prompt, response
+        batching.samples or batching.prompts,
+        batching.samples_per_prompt or 1,
+        (estimate.prompt_tokens or max(1, most_prompt / 2), estimate.spread, most_prompt),
+        (estimate.response_tokens or max(1, most_response / 2), estimate.spread, most_response),
     )
-
-
-def lengths_of(plan: Plan) -> str:
-    """The source of the lengths of `step_samples`."""
-    if records := _records(plan):
-        return f"as the first {len(records):,} records of data.path"
-    return "estimate" if plan.has_rollouts else "estimate; data.path is not looked at"
-
-
-def _records(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """Lengths from the file of a run without rollouts, unless `estimate` has some."""
-    given = plan.estimate.prompt_tokens or plan.estimate.response_tokens
-    if given or plan.has_rollouts or plan.records_path is None:
-        return ()
-    return record_lengths(plan.records_path)
-
-
-@lru_cache(maxsize=8)
-def _of_records(records: tuple[tuple[int, int], ...], count: int, most: int) -> tuple[Sample, ...]:
-    """`count` records at the midpoints of equal shares by length, cut at `most` tokens."""
-    rising = sorted(records, key=sum)
-    chosen = [rising[(2 * i + 1) * len(rising) // (2 * count)] for i in _mixed(count)]
-    cut = [(min(prompt, most - 1), response) for prompt, response in chosen]
-    return tuple(Sample(prompt, min(response, most - prompt)) for prompt, response in cut)
 
 
 Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarithm, maximum
@@ -98,8 +69,8 @@ Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarith
 
 @lru_cache(maxsize=8)
 def _samples(prompts: int, each: int, prompt: Lognormal, response: Lognormal) -> tuple[Sample, ...]:
-    rising = quantiles(prompts, *prompt), quantiles(prompts * each, *response)
-    asked, answered = ([lengths[i] for i in _mixed(len(lengths))] for lengths in rising)
+    asked = _mixed(quantiles(prompts, *prompt))
+    answered = _mixed(quantiles(prompts * each, *response))
     return tuple(Sample(asked[i // each], length) for i, length in enumerate(answered))
 
 
@@ -113,49 +84,31 @@ def quantiles(count: int, mean: float, spread: float, most: int) -> list[int]:
     return [min(most, max(1, round(length))) for length in lengths]
 
 
-def _mixed(count: int) -> list[int]:
-    """0 to count - 1 in golden-section steps, so that any contiguous part is spread evenly."""
+def _mixed(lengths: list[int]) -> list[int]:
+    """`lengths` in golden-section steps, so that any contiguous part is spread evenly."""
+    count = len(lengths)
     step = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, count) != 1:
         step += 1
-    return [i * step % count for i in range(count)]
+    return [lengths[i * step % count] for i in range(count)]
 
 
 def step_rounds(plan: Plan) -> tuple[Round, ...]:
     """The rounds of a log-prob pass over all samples: those of the minibatches in turn."""
-    return tuple(each for part in update_rounds(plan) for each in part)
+    return tuple(turn for part in update_rounds(plan) for turn in part)
 
 
 def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
     """The rounds of every minibatch."""
     samples = step_samples(plan)
-    each = plan.samples_per_minibatch
-    parts = (samples[first : first + each] for first in range(0, plan.samples, each))
-    return tuple(_rounds_of(plan, part) for part in parts)
-
-
-def even_rounds(plan: Plan, parts: int) -> tuple[Round, ...]:
-    """Approximate rounds of one of `parts` equal minibatches: the fewest possible, all equal."""
-    parallel = plan.parallel
-    samples = step_samples(plan)
-    rows, pairs, scored = _totals(samples)
-    ranks = parts * parallel.dp
-    number = -(-rows // (ranks * parallel.cp * plan.batching.tokens_per_microbatch))
-    each = Bin(*(total // (ranks * number) for total in (rows, pairs, scored)))
-    return (Round(parallel.cp, (each,)),) * number
-
-
-@lru_cache(maxsize=8)
-def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
-    whole = _bin(samples, sum(sample.rows for sample in samples))
-    return whole.rows, whole.pairs, whole.scored
-
-
-def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
+    count = plan.samples_per_minibatch
     parallel = plan.parallel
     limit = plan.batching.tokens_per_microbatch
-    sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp
-    return _rounds(samples, *sizes, limit, plan.tile_rows)
+    sizes = (parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp)
+    return tuple(
+        _rounds(samples[first : first + count], *sizes, limit, plan.tile_rows)
+        for first in range(0, plan.samples, count)
+    )
 
 
 @lru_cache(maxsize=512)
@@ -170,17 +123,17 @@ def _rounds(
 ) -> tuple[Round, ...]:
     """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest group
     in which a rank's part is within the limit, together with samples of that size."""
-    if dynamic is None:
-        return tuple(_pack(samples, cp, dp, limit * cp, alignment(tp, cp, tile_rows)))
+    units = {cp: alignment(tp, cp, tile_rows)}
+    if dynamic is not None:
+        units = {size: alignment(tp, size, tile_rows) for size in cp_sizes(dp * cp, cp, dynamic)}
     classes: dict[int, list[Sample]] = {}
-    units = {size: alignment(tp, size, tile_rows) for size in cp_sizes(dp * cp, cp, dynamic)}
     for sample in samples:
         fitting = (s for s, unit in units.items() if _padded(sample.rows, unit) <= limit * s)
         classes.setdefault(next(fitting, max(units)), []).append(sample)
     return tuple(
-        each
-        for size, held in sorted(classes.items())
-        for each in _pack(held, size, dp * cp // size, limit * size, alignment(tp, size, tile_rows))
+        turn
+        for size, group in sorted(classes.items())
+        for turn in _pack(group, size, dp * cp // size, limit * size, units[size])
     )
 
 
@@ -188,17 +141,12 @@ def _pack(samples: Sequence[Sample], cp: int, dp: int, limit: int, align: int) -
     loads = [_padded(sample.rows, align) for sample in samples]
     # a sample beyond the limit runs alone, so that a plan that breaks this rule can be priced
     table = pack_samples(loads, dp, max(limit, *loads))
-    return [
-        Round(
-            cp, tuple(_bin([samples[i] for i in ids], sum(loads[i] for i in ids)) for ids in turn)
-        )
-        for turn in zip(*table, strict=True)
-    ]
 
+    def bin_of(ids: Sequence[int]) -> Bin:
+        pairs = sum(samples[i].rows * (samples[i].rows + 1) // 2 for i in ids)
+        return Bin(sum(loads[i] for i in ids), pairs, sum(samples[i].response for i in ids))
 
-def _bin(samples: Sequence[Sample], rows: int) -> Bin:
-    pairs = sum(sample.rows * (sample.rows + 1) // 2 for sample in samples)
-    return Bin(rows, pairs, sum(sample.response for sample in samples))
+    return [Round(cp, tuple(map(bin_of, turn))) for turn in zip(*table, strict=True)]
 
 
 def _padded(rows: int, align: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.lora import adapted, adapter_faults, names_of
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import ROW_BYTES, Found, in_config, relative, rule
 

@@ -27,24 +27,6 @@ def mtp_layers_exist(plan: Plan) -> Found:
         return f"on, expected num_nextn_predict_layers above 0 {in_config(plan)}. Use mtp: off"
 
 
-@rule("model.offload_layers")
-def offloading_suits_megatron(plan: Plan) -> Found:
-    """Combinations that megatron-core's TransformerConfig and TransformerBlock refuse."""
-    model = plan.model
-    layers = plan.sizes.num_hidden_layers
-    reasons = {
-        f"model.backend {model.backend}": model.backend != "te",
-        f"parallel.pp {plan.parallel.pp}": plan.parallel.pp > 1,
-        f"model.recompute {model.recompute}": model.recompute != "none",
-        f"num_hidden_layers {layers}": model.offload_layers >= layers,
-    }
-    if model.offload_layers and (against := [name for name, holds in reasons.items() if holds]):
-        return (
-            f"{model.offload_layers} with {', '.join(against)}, expected 0; megatron-core offloads "
-            "activations of fewer than all layers, with backend te, pp 1 and recompute none only"
-        )
-
-
 @rule("model.tokenizer")
 def tokenizer_exists(plan: Plan) -> Found:
     return _missing(_folder(plan, plan.model.tokenizer), "tokenizer.json")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.forecast.images import largest_image, layers_of_first_chunk
+import json
+import math
+from pathlib import Path
+
 from pyrl_ext.plan.model.chunks import spell_out
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
@@ -80,3 +83,28 @@ def features_are_added_in_the_first_chunk(plan: Plan) -> Found:
             f"{layers} layers in the first chunk, expected at least {features}; features of as "
             "many layers of the tower are added behind them. Lower pp or vpp"
         )
+
+
+def largest_image(plan: Plan) -> int | None:
+    """Patches of the largest image that the model's processor makes.
+
+    None if `model.tokenizer` is not a local folder, or its preprocessor_config.json states none.
+    """
+    folder = plan.tokenizer_path
+    tower = plan.sizes.vision
+    if folder is None or tower is None:
+        return None
+    try:
+        read = json.loads(Path(folder, "preprocessor_config.json").read_text(encoding="utf-8"))
+        pixels = read.get("max_pixels") or read["size"]["longest_edge"]
+        return int(pixels) // tower.patch_size**2
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def layers_of_first_chunk(plan: Plan) -> float:
+    """Decoder layers next to the embedding; infinity if none are placed (another rule)."""
+    try:
+        return len(plan.stages[0][0].layers)
+    except ValueError:
+        return math.inf

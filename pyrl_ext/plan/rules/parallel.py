@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
     ROW_BYTES,

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
-from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 

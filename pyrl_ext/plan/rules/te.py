@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from pyrl_ext.plan.forecast.attention import head_widths, heads_of, kv_heads
-from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
+from pyrl_ext.plan.model.attention import head_widths, heads_of, kv_heads
+from pyrl_ext.plan.model.hardware import GPUS, gpu_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, choice, in_config, rule
 from pyrl_ext.schedule.cp_sizes import cp_sizes

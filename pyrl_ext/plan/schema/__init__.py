@@ -63,8 +63,6 @@ class Model(Section):
     package's"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass, to save memory"""
-    offload_layers: Count = 0
-    """decoder layers whose activations are offloaded to host memory until the backward pass (te)"""
     fp8: Literal["blockwise", "tensorwise", "mxfp8"] | None = None
     """products in 8 bits, with one scale a block of 128, a tensor, or a block of 32 (B200); weights
     and their updates keep their dtype (te); null: none"""
@@ -208,8 +206,6 @@ class Optimizer(Section):
     """optimizer steps of linear warmup"""
     distributed: bool = False
     """spread the optimizer state over the dp ranks"""
-    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of the optimizer state that lives and is updated in host memory"""
     overlap_grad_reduce: bool = False
     """reduce gradients over the dp ranks while the last backward pass still runs"""
 

@@ -1,4 +1,4 @@
-"""Verdicts, facts and values of a plan as text, for the terminal and the page."""
+"""A plan as verdicts and tables of text, which the terminal and the page print."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
-from pyrl_ext.plan.forecast.encoder import encoders
-from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.loop import Steady
-from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
+from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.engine_memory import engine_memory, state_bytes
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.remote_engines import steady_states
-from pyrl_ext.plan.forecast.state_layers import state_bytes
+from pyrl_ext.plan.forecast.parameters import (
+    chunk_parameters,
+    factor_numbers,
+    published_numbers,
+)
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.hardware import memory_limit
+from pyrl_ext.plan.model.units import (
+    DTYPE_BYTES,
+    amount,
+    count,
+    duration,
+    in_units,
+    size,
+    unit_for,
+)
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
-from pyrl_ext.plan.show.formula import formula
 
 
 class Verdict(NamedTuple):
@@ -34,6 +43,18 @@ class Verdict(NamedTuple):
     tone: Literal["good", "bad", "plain"]
     answer: str
     detail: str
+
+
+class Table(NamedTuple):
+    """Rows of text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    right: tuple[str, ...] = ()
+    """Columns of numbers."""
+    strong: frozenset[str] = frozenset()
+    """First cells of rows that sum up others."""
 
 
 class Value(NamedTuple):
@@ -71,154 +92,199 @@ class Summary:
         """Time of a step; None if the plan names no GPU."""
         return step_time(self.plan)
 
-    @cached_property
-    def states(self) -> tuple[Steady, ...]:
-        """Steps with some values of rollout.ahead; empty without remote engines, or a GPU."""
-        apart = self.plan.remote_engines and self.time
-        return steady_states(self.plan, apart) if apart else ()
-
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """True if the plan is consistent, fits and can run."""
-        count = len(rules.RULES)
-        consistent = Verdict("good", "consistent", f"all {count} rules hold, every field is known")
+        """Answers: is the plan consistent, does it fit, how long does a step take, can it run."""
+        number = len(rules.RULES)
+        consistent = Verdict("good", "consistent", f"all {number} rules hold, every field is known")
         return (consistent, self._fits(), self._takes(), self._runs())
 
     def _fits(self) -> Verdict:
         stage = self.fullest
         limit = self.limit
-        phase = peak_phase(stage)
-        counted = [item for item in stage.items if phase in item.phases and not item.host]
-        about = "" if all(item.exact for item in counted) else "about "
-        stages = f" of {stage.name}" if len(self.memory) > 1 else ""
-        where = f"at the peak ({phase}) of the fullest rank{stages}"
+        phase = max(reversed(stage.phases), key=stage.held)
+        where = f"about {size(stage.peak)} at the peak ({phase}) of the fullest rank"
+        if len(self.memory) > 1:
+            where += f" of {stage.name}"
         if limit is None:
             unknown = "hardware.gpu names no device to compare with"
-            return Verdict("plain", "memory", f"{about}{size(stage.peak)} {where}; {unknown}")
-        peak = f"{about}{size(stage.peak)} of {size(limit)} {where}"
+            return Verdict("plain", "memory", f"{where}; {unknown}")
         spare = limit - stage.peak
+        where += f", of {size(limit)}"
         if spare < 0:
-            return Verdict("bad", "does not fit", f"{peak}: {size(-spare)} too much")
-        return Verdict("good", "fits", f"{peak}: {size(spare)} left")
+            return Verdict("bad", "does not fit", f"{where}: {size(-spare)} too much")
+        return Verdict("good", "fits", f"{where}: {size(spare)} left")
 
     def _takes(self) -> Verdict:
         if self.time is None:
-            unknown = "not estimated: hardware.gpu names no GPU"
-            return Verdict("plain", "time", unknown)
-        devices = f"{self.plan.world_size} {self.plan.hardware.gpu}"
-        seconds = self.time.total
-        if self.states:
-            ahead = self.plan.rollout.ahead
-            (seconds,) = (each.seconds for each in self.states if each.ahead == ahead)
-            engines = self.plan.num_engines * self.plan.rollout.tp
-            devices += f" and {engines} that generate, {ahead} ahead"
-        took = f"about {duration(seconds)} a step on {devices}"
-        return Verdict(
-            "plain", "time", f"{took}, MFU of the update {self.time.mfu:.0%} (estimated)"
-        )
+            return Verdict("plain", "time", "not estimated: hardware.gpu names no GPU")
+        took = f"about {duration(self.time.total)} a step on {self.plan.world_size}"
+        mfu = f"MFU of the update {self.time.mfu:.0%} (estimated)"
+        return Verdict("plain", "time", f"{took} {self.plan.hardware.gpu}, {mfu}")
 
     def _runs(self) -> Verdict:
         missing = len(self.plan.unsupported)
         if not missing:
             return Verdict("good", "runs", "the trainer supports everything in this plan")
-        things = "1 thing" if missing == 1 else f"{missing} things"
-        return Verdict(
-            "bad", "cannot run yet", f"{things} that the trainer does not support, listed below"
+        return Verdict("bad", "cannot run yet", f"features without support: {missing}, see below")
+
+    def tables(self) -> Iterator[Table]:
+        """Facts, memory, time and stages."""
+        yield Table("follows", ("", ""), [*facts(self.plan)])
+        yield self.memory_table()
+        if len(self.memory) > 1:
+            yield self._stages_table()
+        if self.time is not None:
+            yield time_table(self.time)
+
+    def memory_table(self) -> Table:
+        """Items of the fullest stage by phase, with totals and headroom."""
+        stage = self.fullest
+        limit = self.limit
+        unit, factor = unit_for(max(stage.peak, limit or 0))
+        rows = []
+        for host in (False, True):
+            items = [item for item in stage.items if item.host == host]
+            for item in items:
+                name = f"{'' if item.exact else '~ '}{item.name}{' (host)' * host}"
+                cells = (
+                    in_units(item.bytes, factor) if phase in item.phases else ""
+                    for phase in stage.phases
+                )
+                rows.append((name, *cells, item.why))
+            if not items:
+                continue
+            total = [stage.held(phase, host) for phase in stage.phases]
+            name = "together on the host" if host else "together"
+            rows.append((name, *(in_units(held, factor) for held in total), ""))
+            if limit is not None and not host:
+                left = (in_units(limit - held, factor) for held in total)
+                rows.append(("headroom", *left, f"of {size(limit)}"))
+        where = (
+            "" if len(self.memory) == 1 else f" of {stage.name}, the fullest of {len(self.memory)}"
+        )
+        return Table(
+            f"memory of a rank{where} [{unit}] (~ estimated)",
+            ("item", *stage.phases, "how it is counted"),
+            rows,
+            stage.phases,
+            frozenset({"together", "together on the host"}),
         )
 
-    @property
-    def device(self) -> str:
-        """The device of one rank, in words."""
-        hardware = self.plan.hardware
-        return f"one {hardware.gpu}" if hardware.gpu else f"one {self.plan.device} device"
+    def _stages_table(self) -> Table:
+        """Contents and peak memory of each pipeline stage; layers are 0-based global ids."""
+        plan = self.plan
+        rows = []
+        for stage in self.memory[: plan.parallel.pp]:
+            for number, chunk in enumerate(plan.stages[stage.stage]):
+                more = {"embedding": chunk.embedding, "mtp": chunk.mtp, "loss": chunk.loss}
+                besides = ", ".join(name for name, present in more.items() if present)
+                total = count(chunk_parameters(plan, chunk).total)
+                peak = "" if number else size(stage.peak)
+                rows.append((stage.name, ranges(chunk.layers), besides, total, peak))
+        for stage in self.memory[plan.parallel.pp :]:
+            rows.append((stage.name, "", "", "", size(stage.peak)))
+        head = ("stage", "layers", "besides", "parameters", "peak memory")
+        return Table("stages", head, rows, head[3:])
 
 
-def facts(plan: Plan) -> list[tuple[str, str]]:
-    """(name, text) of derived numbers: ranks, groups, parameters, routes and batch sizes."""
-    parallel = plan.parallel
-    sizes = plan.sizes
-    batching = plan.batching
-    counts = parameters(sizes)
-    routers = plan.router_layers
-    expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
-    replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
-    experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
-    kinds = plan.grids["llm"].groups.items()
-    groups = ", ".join(f"{name} {len(kind)} of {len(kind[0])}" for name, kind in kinds)
-    return [
-        *_modules(plan),
-        ("ranks", f"{parallel.world_size} = {replica}; experts {experts}"),
-        ("groups", groups or "none: one rank"),
-        ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
-        ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
-                    f"each picks {sizes.topk} of {sizes.num_experts} experts"),
-        *_pattern(plan),
-        *_adapters(plan),
-        *_cp_costs(plan),
-        *_source(plan),
-        *(("" if i else "objective", line) for i, line in enumerate(_formula(plan))),
-        ("minibatch", f"{plan.samples_per_minibatch} samples, {batching.minibatches} a step"),
-        ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
-                         f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
-    ]  # fmt: skip
+def time_table(time: StepTime) -> Table:
+    """Time of every phase and of each kind of work in it, with the assumption behind it."""
+    rows = []
+    for phase in time.phases:
+        rows.append((phase, *_took(time.seconds(phase), time.total), ""))
+        for cost in time.costs:
+            if cost.phase == phase:
+                took = _took(cost.seconds, time.total)
+                rows.append(
+                    (f"  {cost.name}", *took, f"{amount(cost.amount, cost.unit)}: {cost.why}")
+                )
+    rows.append(("together", *_took(time.total, time.total), f"MFU of the update {time.mfu:.0%}"))
+    strong = frozenset({*time.phases, "together"})
+    head = ("phase", "time", "share", "assumed")
+    return Table("time of a step (estimated)", head, rows, ("time", "share"), strong)
 
 
-def _pattern(plan: Plan) -> list[tuple[str, str]]:
-    """The layers of a hybrid model: its kinds, and megatron-core's pattern of one with a block a
-    layer."""
-    if plan.sizes.state_mixer is None:
-        return []
-    mixers = Counter(kind.mixer for kind in plan.sizes.layer_kinds if kind.mixer).items()
-    words = ", ".join(f"{number} of {name.replace('_', ' ')}" for name, number in mixers)
-    state = size(state_bytes(plan, plan.rollout.tp))
-    found = [("layers", f"{words}; a sequence's states are {state} on each of an engine's devices")]
-    pattern = plan.derived.get("hybrid_layer_pattern")
-    return [*found, ("", pattern)] if pattern else found
+def _took(seconds: float, total: float) -> tuple[str, str]:
+    return duration(seconds), f"{seconds / total:.0%}"
 
 
-def _formula(plan: Plan) -> list[str]:
-    return formula(plan.objective, plan.most_sampled)
+# Values -----------------------------------------------------------------------------------------
 
 
 def values(plan: Plan) -> list[Value]:
     """Every field that this kind of run reads, in the order of the schema."""
-    found = []
+    unread = WITHOUT_ROLLOUTS if plan.has_rollouts else WITH_ROLLOUTS
+    found: list[Value] = []
     for name, field in Config.model_fields.items():
         found += _values((name,), getattr(plan, name), field)
-    return [value for value in found if is_read(plan, tuple(value.key.split(".")))]
+    keys = [tuple(value.key.split(".")) for value in found]
+    return [v for v, key in zip(found, keys, strict=True) if not {key, key[:1]} & {*unread}]
 
 
 def _values(key: Key, value: object, field: FieldInfo) -> Iterator[Value]:
     """The fields of a section, of each section of a mapping, or the one field."""
     if isinstance(value, Section):
-        for name, each in type(value).model_fields.items():
-            yield from _values((*key, name), getattr(value, name), each)
+        for name, inner in type(value).model_fields.items():
+            yield from _values((*key, name), getattr(value, name), inner)
     elif isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
-        for name, each in value.items():
-            yield from _values((*key, name), each, field)
+        for name, inner in value.items():
+            yield from _values((*key, name), inner, field)
     else:
         is_default = value == field.get_default(call_default_factory=True)
         text = value if isinstance(value, str) else show(value)
         yield Value(".".join(key), text, field.description or "", is_default)
 
 
-def is_read(plan: Plan, key: Key) -> bool:
-    """True if this kind of run, with rollouts or without, reads `key`."""
-    unread = WITHOUT_ROLLOUTS if plan.has_rollouts else WITH_ROLLOUTS
-    return key not in unread and key[:1] not in unread
+# Facts ------------------------------------------------------------------------------------------
 
 
-def peak_phase(stage: StageMemory) -> str:
-    """The phase in which a stage holds most on the device."""
-    return max(reversed(stage.phases), key=stage.held)
-
-
-def most_microbatches(plan: Plan) -> int:
-    """Microbatches of a minibatch on one replica if every sample has the maximum length."""
-    # a sample that is split over several ranks (parallel.dynamic_cp) is one microbatch
-    each = max(1, plan.batching.tokens_per_microbatch // plan.max_rows)
-    samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
-    return -(-samples // each)
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(name, text) of derived numbers: ranks, groups, parameters, routes and batch sizes."""
+    parallel = plan.parallel
+    sizes = plan.sizes
+    counts = parameters(sizes)
+    expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
+    replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
+    experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
+    if plan.world_size > parallel.world_size:
+        yield "world", f"{plan.world_size} ranks"
+    yield "ranks", f"{parallel.world_size} = {replica}; experts {experts}"
+    for encoder in encoders(plan):
+        yield encoder.name, _encoder(plan, encoder)
+    kinds = plan.grids["llm"].groups.items()
+    groups = ", ".join(f"{name} {len(kind)} of {len(kind[0])}" for name, kind in kinds)
+    yield "groups", groups or "none: one rank"
+    yield "parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"
+    routers = plan.router_layers
+    yield (
+        "routers",
+        (
+            f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), each picks "
+            f"{sizes.topk} of {sizes.num_experts} experts"
+        ),
+    )
+    if sizes.state_mixer is not None:
+        mixers = Counter(kind.mixer for kind in sizes.layer_kinds if kind.mixer).items()
+        words = ", ".join(f"{number} of {name.replace('_', ' ')}" for name, number in mixers)
+        state = size(state_bytes(plan, plan.rollout.tp))
+        yield "layers", f"{words}; a sequence's states are {state} on each of an engine's devices"
+        if pattern := plan.derived.get("hybrid_layer_pattern"):
+            yield "", pattern
+    if plan.lora is not None:
+        yield "adapters", _adapters(plan)
+    if plan.has_rollouts:
+        yield from _rollout(plan)
+    else:
+        yield "step", f"{plan.samples} records of {plan.data.path}, without rollouts"
+    yield "minibatch", f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"
+    yield (
+        "microbatches",
+        (
+            f"of {plan.batching.tokens_per_microbatch:,} rows; the longest sample has "
+            f"{plan.max_rows:,}, padded to a multiple of {plan.row_alignment}"
+        ),
+    )
 
 
 def ranges(ids: tuple[int, ...]) -> str:
@@ -232,117 +298,62 @@ def ranges(ids: tuple[int, ...]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
-def _cp_costs(plan: Plan) -> list[tuple[str, str]]:
-    """The costs that groups are planned by, where microbatches have groups of several sizes."""
-    if plan.parallel.dynamic_cp is None:
-        return []
-    origin = f"estimated for {plan.hardware.gpu}" if plan.hardware.gpu else "counted operations"
-    return [("cp costs", "measured, cp_cost" if plan.cp_cost.token_seconds else f"{origin}; "
-             "cp_cost would hold measured ones")]  # fmt: skip
+def _encoder(plan: Plan, encoder: Encoder) -> str:
+    grid = plan.grids[encoder.name]
+    sizes = encoder.parallel
+    place = f"ranks {grid.first}-{grid.ranks[-1]}"
+    if encoder.shared:
+        place += ", those of the language model's first stage, a replica on each"
+    else:
+        place += f" = dp {sizes.dp} x tp {sizes.tp} x pp {sizes.pp}"
+    total = sum(encoder.parameters(stage).total for stage in range(sizes.pp))
+    trained = "trained" if encoder.module.train else "frozen"
+    return (
+        f"{place}: {encoder.tower.num_hidden_layers} layers, {count(total)} parameters, {trained}"
+    )
 
 
-def _adapters(plan: Plan) -> list[tuple[str, str]]:
-    """Facts about adapters, where there are some: their size, and what of them is published."""
-    lora = plan.lora
-    if lora is None:
-        return []
-    numbers = factor_numbers(plan)
-    each = DTYPE_BYTES[plan.rollout_dtype]
-    ranks = f"rank {lora.rank}"
-    if lora.rank_of(expert=True) != lora.rank:
-        ranks += f", of routed experts {lora.rank_of(expert=True)}"
-    found = [("adapters", f"{count(numbers)} numbers, {ranks}; the base is frozen")]
-    if plan.lora_publish is not None:
-        whole = each * parameters(plan.sizes).total
-        sent = each * published_numbers(plan)
-        share = f"{sent / whole:.1%} of the {size(whole)} of all weights"
-        if sent < whole:
-            share = f"{whole / sent:,.1f} times less than the {size(whole)} of all weights"
-        why = "; an engine that sleeps keeps nothing" * plan.engine_sleeps
-        why += "; remote engines may be new and get all weights" * plan.remote_engines
-        found.append(("", f"published by {plan.lora_publish}: {size(sent)}, {share}{why}"))
-    return found
+def _adapters(plan: Plan) -> str:
+    """Size of the adapters, and what a weight sync sends."""
+    text = f"{count(factor_numbers(plan))} numbers; the base is frozen"
+    if plan.lora_publish is None:
+        return text
+    width = DTYPE_BYTES[plan.rollout_dtype]
+    sent = width * published_numbers(plan)
+    whole = width * parameters(plan.sizes).total
+    return f"{text}; published by {plan.lora_publish}: {size(sent)} of {size(whole)} of all weights"
 
 
-def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Facts about the ranks of modules, where there are some."""
-    words = {"llm": "the language model"}
-    shared = {each.name for each in encoders(plan) if each.shared}
-    names = [
-        f"{len(grid.ranks)} of {words.get(name, name)}"
-        for name, grid in plan.grids.items()
-        if name not in shared
-    ]
-    if plan.world_size > plan.parallel.world_size:
-        yield "world", f"{plan.world_size} ranks: {', '.join(names)}"
-    for each in encoders(plan):
-        sizes = each.parallel
-        grid = plan.grids[each.name]
-        total = sum(each.parameters(stage).total for stage in range(sizes.pp))
-        rate = each.module.lr if each.module.lr is not None else plan.optimizer.lr
-        trained = f"trained with lr {rate:g}" if each.module.train else "frozen"
-        place = f"ranks {grid.first}-{grid.ranks[-1]}"
-        if each.shared:
-            place += ", those of the language model's first stage, a replica on each"
-        else:
-            place += f" = dp {sizes.dp} x tp {sizes.tp} x pp {sizes.pp}"
-        layers = f"{each.tower.num_hidden_layers} layers, {count(total)} parameters"
-        yield each.name, f"{place}: {layers}, {trained}"
-        patches = plan.estimate.image_patches
-        rows = patches // each.tower.merge**2
-        width = each.row_width
-        sent = size(rows * width * DTYPE_BYTES[plan.model.dtype])
-        ways = "there and back" if each.module.train else "there"
-        flying = f"its last stage keeps {each.in_flight(sizes.pp - 1)} microbatches in flight"
-        if each.shared:
-            flying = f"{each.in_flight(0)} microbatches are in flight"
-        image = f"{rows} rows x {width:,} numbers for an image of {patches:,} patches"
-        yield f"from {each.name}", f"{image}, {sent} {ways}; {flying}"
-
-
-def _source(plan: Plan) -> list[tuple[str, str]]:
-    """Facts about where a step's samples come from."""
-    if not plan.has_rollouts:
-        return [("step", f"{plan.samples} records of {plan.data.path}, without rollouts")]
-    step = f"{plan.samples} samples in groups of {plan.batching.samples_per_prompt}"
-    known = [("engine", _engine(plan)), ("routes", _routes(plan))]
-    return [*known, *_turns(plan), ("rollout step", step)]
-
-
-def _turns(plan: Plan) -> list[tuple[str, str]]:
-    """The environment and its budgets, where there is one."""
-    turns = plan.turns
-    if turns.environment is None:
-        return []
-    form = "one sample a trajectory"
-    if turns.form == "stepwise":
-        form = "one sample a turn" + ", those that continue each other merged" * turns.merge
-    return [
-        ("environment", f"{turns.environment}: at most {turns.max_turns} turns of "
-                        f"{plan.rollout.max_new_tokens} tokens, observations of "
-                        f"{turns.max_observation_tokens}, {turns.max_tokens:,} tokens in all"),
-        ("", f"{form}; {turns.timeout:g} s a call; a step needs {turns.min_share:.0%} of its "
-             "trajectories"),
-    ]  # fmt: skip
-
-
-def _engine(plan: Plan) -> str:
+def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The engine, the environment, and a step's samples."""
     rollout = plan.rollout
+    turns = plan.turns
+    where = "in the trainer's process"
     if plan.remote_engines:
-        return f"{rollout.engine}, apart from the trainer, over HTTP"
-    way = "in the trainer's process"
-    if plan.transport != "inprocess":
-        way = f"in a separate process, weights by {plan.transport}"
-    if rollout.engine != "vllm":
-        return "recorded" if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
-    where = "apart from the trainer's" if rollout.gpus else "shared with the trainer"
-    devices = rollout.gpus or plan.parallel.world_size
-    number = devices // rollout.tp
-    return f"vllm, {number} of tp {rollout.tp} on {devices} devices {where}, {way}"
-
-
-def _routes(plan: Plan) -> str:
-    if not plan.replay.enabled:
-        return "not replayed"
-    each = plan.sizes.route_bytes_per_token
-    return f"{each} bytes a token, at most {size(each * plan.max_rows * plan.samples)} a step"
+        where = f"remote, {plan.num_engines} of tp {rollout.tp}"
+    elif plan.transport != "inprocess":
+        where = f"in a separate process, weights by {plan.transport}"
+    yield "engine", f"{rollout.engine}, {where}" if rollout.engine != "recorded" else "recorded"
+    if memory := engine_memory(plan):
+        yield (
+            "",
+            (
+                f"on each GPU {size(memory.weights)} of weights, and a KV cache for "
+                f"{memory.tokens:,} tokens ({memory.tokens // memory.sample:,} of the longest "
+                "samples)"
+            ),
+        )
+    if plan.replay.enabled:
+        width = plan.sizes.route_bytes_per_token
+        most = size(width * plan.max_rows * plan.samples)
+        yield "routes", f"{width} bytes a token, at most {most} a step"
+    if turns.environment is not None:
+        yield (
+            "environment",
+            (
+                f"{turns.environment}: at most {turns.max_turns} turns of {rollout.max_new_tokens} "
+                f"tokens, {turns.max_tokens:,} tokens in all; {turns.form}"
+            ),
+        )
+    group = plan.batching.samples_per_prompt
+    yield "rollout step", f"{plan.samples} samples in groups of {group}"

@@ -16,7 +16,7 @@ from pyrl_ext.metrics.glossary import described
 from pyrl_ext.metrics.report import PHASES, phase_seconds
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
-from pyrl_ext.plan.forecast.units import duration, size
+from pyrl_ext.plan.model.units import duration, size
 from pyrl_ext.plan.show import html
 from pyrl_ext.plan.show.html.charts import SERIES
 from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped

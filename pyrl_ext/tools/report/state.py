@@ -15,8 +15,8 @@ import numpy as np
 from pyrl_ext.metrics.history import Run, aim, load_run
 from pyrl_ext.parallel.atomic_write import lock_owner
 from pyrl_ext.plan import ConfigError, Plan
-from pyrl_ext.plan.forecast.units import count, duration
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.units import count, duration
 from pyrl_ext.tools.report.curves import columns
 
 RECENT = 20  # steps whose pace gives the time left

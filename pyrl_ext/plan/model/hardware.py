@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.units import MIB
+from pyrl_ext.plan.model.units import MIB
 from pyrl_ext.plan.plan import Plan
 
 

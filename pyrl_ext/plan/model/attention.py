@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
 from pyrl_ext.plan.model.sizes import ModelSizes
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
 
