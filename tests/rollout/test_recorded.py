@@ -242,6 +242,6 @@ def test_train_has_the_same_numbers_from_its_recording(tmp_path: Path, config: s
     assert len(recorder_files(folder)) == 4 and len(recorder_files(folder / "scores")) == 3
     check_scores(folder, 2, live[2]["mismatch/abs_mean"])
     page = report_page([Folder(tmp_path / "live")])
-    assert "; trainer less engine " in page and "Memory of a rank" in page and " planned<" in page
+    assert "; trainer minus engine " in page and "Memory of a rank" in page and " planned<" in page
     played = run("played", "steps=3", "rollout.engine=recorded", f"rollout.path={folder}")
     assert [row["step"] for row in live] == [0, 1, 2] and live == played
