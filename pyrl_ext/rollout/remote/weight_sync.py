@@ -441,7 +441,7 @@ class WeightSync:
         """Take out servers that generate with other weights since the last publish.
 
         Returns: as `Engine.samples_stale`.
-        Raises: RuntimeError on every rank for what `verify_weights` was given to check, or `wait` does.
+        Raises: RuntimeError on every rank if the check of `verify_weights`, or `wait`, fails.
         Communicates: the trainer's forward over the canary, and two lines of each rank.
         """
         if not self._unproved:
