@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -83,7 +85,8 @@ class Heartbeat:
         self.cause: str | None = None
         self._phase: str | None = None
         self._error: str | None = None  # raised in the main thread
-        self._suspects = False  # a collective failed somewhere
+        self._suspects = False  # a collective failed somewhere, or SIGTERM came
+        self._terminated = False  # SIGTERM came
         self._beats: dict[int, tuple[int, str]] = {}  # watched rank -> (serial number, place)
         self._answers = 0  # from the store
         self._broken: str | None = None  # why the connection to the store is lost
@@ -115,6 +118,7 @@ class Heartbeat:
             self._left.set()
             self._flush()
             self._monitor_thread.join()
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that ``error`` ended this one, unless another rank caused it.
@@ -160,6 +164,12 @@ class Heartbeat:
         self._monitor_thread = monitor
         exchange.start()
         monitor.start()
+        self._on_sigterm = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        """torchrun ends the other ranks when one dies: find out which before this one ends."""
+        self._suspects = True
+        self._terminated = True
 
     def _send(self, serial: int) -> None:
         self._store.set(self._beat_key, json.dumps((serial, self.place)))
@@ -195,11 +205,13 @@ class Heartbeat:
 
     def _monitor(self) -> None:
         missed = {rank: MissedBeats() for rank in (*self._watched, STORE)}
+        wait = WAIT
         while not self._left.wait(INTERVAL) and self.cause is None:
             serials = {rank: serial for rank, (serial, _) in self._beats.items()}
             serials[STORE] = self._answers
             counts = {rank: beats.see(serials.get(rank)) for rank, beats in missed.items()}
             patience = SUSPECT if self._suspects else SILENT
+            wait -= self._terminated
             if counts.pop(STORE) >= patience or self._broken is not None:
                 ranks = [rank for rank, process in enumerate(self._processes) if process.has_store]
                 self._decide(
@@ -211,6 +223,8 @@ class Heartbeat:
                 silent = [rank for rank, count in counts.items() if count >= patience - 2]
                 seconds = patience * INTERVAL
                 self._decide(f"no heartbeat for {seconds:.0f} s from {self._names(silent)}")
+            elif wait <= 0:
+                self._decide(f"{self._name(self.rank)} was ended by SIGTERM in {self.place}")
         if not self._left.wait(GRACE * INTERVAL):
             self._exit()
 
