@@ -3,21 +3,25 @@
 Many trajectories of several turns on the embedded engine, with random weights: once with
 environments that answer at once, once with a latency. A turn that waits holds up no other, so the
 time should grow by little; the bar is 1.3 times. It is held against the processor's time and that
-of waiting, so that other programs on the machine count little; wall time is printed beside it.
+of waiting, so that other programs on the machine count little. The workers of environments are not
+in the processor's time, so wall time, which is printed too, has the cost of a whole run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from pyrl_ext.data.environment import Reader, StepResult
+from pyrl_ext.data.environment import EnvironmentHost, StepResult
 from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.data.workers import Pool
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -30,14 +34,11 @@ BAR = 1.3
 
 
 class Slow:
-    """Answers after ``latency`` seconds, for ``turns`` turns."""
-
-    def __init__(self, turns: int, latency: float):
-        self.left = turns
-        self.latency = latency
+    """Answers after a latency, for a number of turns; the prompt says both."""
 
     def start(self, prompt: Prompt) -> None:
         """The prompt is the first context."""
+        self.left, self.latency = prompt.answer
 
     async def step(self, tokens: list[int], text: str) -> StepResult:
         """Answer with two tokens."""
@@ -47,22 +48,30 @@ class Slow:
 
 
 def seconds(
-    engine: HFEngine, options: argparse.Namespace, latency: float
+    engine: HFEngine, pool: Pool, options: argparse.Namespace, latency: float
 ) -> tuple[float, float, float]:
     """Processor time of all trajectories, time in which the engine only waited, and wall time."""
     tokenizer = load_tokenizer(MODEL)
     longest = 4 + options.turns * (options.tokens + 2)
-    turns = Turns(environment="slow", max_turns=options.turns, max_tokens=longest)
-    manner = ConversationConfig(
-        lambda: Slow(options.turns, latency),
-        Reader(tokenizer, 128, 2),
-        tokenizer.decode,
+    turns = Turns(
+        environment="slow",
+        max_turns=options.turns,
+        max_tokens=longest,
+        max_observation_tokens=2,
+    )
+    config = ConversationConfig(
+        pool,
+        tokenizer,
+        128,
         (),
         turns,
         options.tokens,
+        in_waves=True,
     )
-    prompts = [Prompt(i, (30, 40, 50, 60)) for i in range(options.trajectories)]
-    feed = Feed(prompts, 1, manner)
+    prompts = [
+        Prompt(i, (30, 40, 50, 60), (options.turns, latency)) for i in range(options.trajectories)
+    ]
+    feed = Feed(prompts, 1, config)
     sampling = Sampling(max_new_tokens=options.tokens)
     began = time.process_time()
     clock = time.monotonic()
@@ -89,9 +98,11 @@ def main() -> int:
     paper = Destinations.from_config(MODEL)
     weights = {name: torch.randn(paper.shape(name)) / 20 for name in paper.parts}
     engine.load_weights(weights.items(), 0)
-    seconds(engine, argparse.Namespace(**vars(options) | {"turns": 1}), 0.0)  # warm
-    alone, _, wall_alone = seconds(engine, options, 0.0)
-    slow, waited, wall = seconds(engine, options, options.latency)
+    host = partial(EnvironmentHost.load, "benchmarks.turns:Slow", {})
+    pool = Pool("turns.environment: 'slow'", host, min(8, os.cpu_count() or 1))
+    seconds(engine, pool, argparse.Namespace(**vars(options) | {"turns": 1}), 0.0)  # warm
+    alone, _, wall_alone = seconds(engine, pool, options, 0.0)
+    slow, waited, wall = seconds(engine, pool, options, options.latency)
     slow += waited
     ratio = slow / alone
     print(

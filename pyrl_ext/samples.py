@@ -6,75 +6,16 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
+from pyrl_ext.prompt import Image, Prompt
 
 FINISH_REASONS = ("stop", "length")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Image:
-    """One image, cut into patches.
-
-    Args:
-        row: its first token in the sample, a placeholder
-        rows: number of its tokens, all of them placeholders
-        grid: its patches in time, height and width
-        patches: [P, W] uint8, the numbers of each patch as the model's processor orders them
-    """
-
-    row: int
-    rows: int
-    grid: tuple[int, int, int]
-    patches: Tensor
-
-    def load(self) -> Image:
-        """Itself: it is decoded already."""
-        return self
-
-
-class PromptImage(Protocol):
-    """An image of a prompt, which nothing has decoded yet."""
-
-    @property
-    def row(self) -> int:
-        """Its first token, a placeholder."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Number of its tokens."""
-        ...
-
-    def load(self) -> Image:
-        """Decode it and cut it into patches."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One question.
-
-    Args:
-        id: names the prompt everywhere (groups, random streams, error messages); unique in a batch
-        tokens: [P] token ids, P >= 1
-        answer: what the reward function compares with, of any type
-        text: the prompt as text, for messages and logs
-        meta: further fields of its record, for reward functions
-        images: in the order of their tokens
-    """
-
-    id: int
-    tokens: tuple[int, ...]
-    answer: Any = None
-    text: str = ""
-    meta: Mapping[str, Any] | None = None
-    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

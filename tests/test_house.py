@@ -23,6 +23,7 @@ ORDER: list[str] = [
     "schedule",
     "plan",
     "ops",
+    "prompt",
     "samples",
     "parallel",
     "metrics",

@@ -17,7 +17,7 @@ from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.environment import Context, StepResult
 from pyrl_ext.data.rewards import exact_match, read_reward
 from pyrl_ext.parallel.user_code import describe, load_callable
-from pyrl_ext.samples import Prompt
+from pyrl_ext.prompt import Prompt
 
 Message = dict[str, Any]
 

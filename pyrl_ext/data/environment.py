@@ -1,25 +1,24 @@
 """Environments: code that answers what the policy writes, turn after turn.
 
 An environment is one object a trajectory, made by a factory that ``turns.environment`` names. Its
-methods may be ordinary functions or ``async def``. What they return is checked here, before
-anything is trained on it.
+methods may be ordinary functions or ``async def``; they run in worker processes. What they return
+is checked here, before anything is trained on it.
 """
 
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
-import numpy as np
-
-from pyrl_ext.data.chat import Tokenizer, check_known, check_size
-from pyrl_ext.data.files import Broken
 from pyrl_ext.data.rewards import finite
+from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.parallel.user_code import describe, load_callable, shown
-from pyrl_ext.plan.schema.turns import ENVIRONMENTS, REASONS
-from pyrl_ext.samples import Prompt
+from pyrl_ext.plan.schema.turns import ENVIRONMENTS
+from pyrl_ext.prompt import Prompt
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -71,27 +70,13 @@ class Environment(Protocol):
         ...
 
 
-class Dropped(Exception):
-    """A trajectory cannot be trained on.
-
-    Args:
-        reason: one of `plan.schema.turns.REASONS`
-        message: which call, with the value found and the rule
-    """
-
-    def __init__(self, reason: str, message: str):
-        assert reason in REASONS
-        super().__init__(message)
-        self.reason = reason
-
-
-def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Callable[[], Any]:
+def load_environment(name: str, options: Mapping[str, Any], **run: Any) -> Callable[[], Any]:
     """A function that makes an environment.
 
     Args:
         name: of a built-in environment, or ``package.module:Class``
         options: keyword arguments of the class
-        given: passed to the class if it has a parameter of that name
+        run: passed to the class if it has a parameter of that name; a partial is called first
 
     Raises:
         ValueError: no such environment, it does not import, or does not take the options; a
@@ -108,121 +93,107 @@ def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Cal
             f"turns.environment: {name!r} has no {' and no '.join(missing)}, expected a class with "
             "the methods start(prompt) and step(tokens, text)"
         )
+    signature = inspect.signature(factory)
+    arguments = {**options}
+    for key, value in run.items():
+        if key in signature.parameters and key not in options:
+            arguments[key] = value() if isinstance(value, partial) else value
     try:
-        signature = inspect.signature(factory)
-        takes = {k: v for k, v in given.items() if k in signature.parameters and k not in options}
-        signature.bind(**options, **takes)
-    except (TypeError, ValueError) as error:
+        signature.bind(**arguments)
+    except TypeError as error:
         raise ValueError(
             f"turns.options: {shown(dict(options), _SHOWN)}: {describe(error)}, expected arguments "
-            f"of {name}{_signature(factory, given)}"
+            f"of {name}{signature}"
         ) from error
     if name in ENVIRONMENTS:
-        factory(**options, **takes)  # it refuses options and chat templates that it cannot use
-    return lambda: factory(**options, **takes)
+        factory(**arguments)  # it refuses options and chat templates that it cannot use
+    return partial(factory, **arguments)
 
 
-def _signature(factory: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """``: a, b = 1``, what a factory takes in addition to ``given``; empty if that is not known."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return ""
-    taken = ", ".join(str(each) for name, each in parameters.items() if name not in given)
-    return f": {taken}" if taken else ""
+class EnvironmentHost:
+    """The environments of a worker process, one for each owner.
+
+    Args:
+        make: makes an environment
+    """
+
+    about = None
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._environments: dict[int | None, Any] = {}
+
+    @staticmethod
+    def load(name: str, options: Mapping[str, Any], **run: Any) -> EnvironmentHost:
+        """As `load_environment`."""
+        return EnvironmentHost(load_environment(name, options, **run))
+
+    def call(self, owner: int | None, method: str, *args: Any) -> Any:
+        """Call a method of the owner's environment; "start" makes it, "forget" gives it up."""
+        if method == "start":
+            self._environments[owner] = self._make()
+        elif method == "forget":
+            self._environments.pop(owner, None)
+        environment = self._environments.get(owner)
+        if method in ("close", "forget") and not callable(getattr(environment, method, None)):
+            return None
+        return getattr(environment, method)(*args)
+
+    def read(self, method: str, value: Any) -> Any:
+        """The checked value, of plain types.
+
+        Raises:
+            CallFailed: it is something else
+        """
+        if method == "step":
+            return read_step(value)
+        return read_observation(value) if method == "start" else None
 
 
 def read_step(value: object) -> StepResult:
-    """The value that ``step`` returned, as a `StepResult` with a finite reward.
+    """The value that ``step`` returned, as a `StepResult` of plain types, without ``info``.
 
     Raises:
-        Dropped: it is something else
+        CallFailed: it is something else
     """
-    rule = "StepResult(observation, reward, done) or a tuple of 3 or 4 like it"
-    if not isinstance(value, tuple):
-        raise Dropped("result", f"returned {shown(value, _SHOWN)}, expected {rule}")
-    fields = cast("tuple[Any, ...]", value)
-    if not isinstance(value, StepResult) and len(fields) not in (3, 4):
-        raise Dropped("result", f"returned a tuple of {len(fields)}, expected {rule}")
-    result = StepResult(*fields)
+    if not isinstance(value, tuple) or len(value) not in (3, 4):
+        rule = "StepResult(observation, reward, done) or a tuple of 3 or 4 like it"
+        raise CallFailed("result", f"returned {shown(value, _SHOWN)}, expected {rule}")
+    result = StepResult(*cast("tuple[Any, ...]", value))
     reward = finite(result.reward)
     if reward is None:
-        found = shown(result.reward, _SHOWN)
-        raise Dropped("reward", f"returned the reward {found}, expected a finite number")
-    if not isinstance(result.done, bool | np.bool_):
-        found = shown(result.done, _SHOWN)
-        raise Dropped("result", f"returned done {found}, expected True or False")
-    return result._replace(reward=reward, done=bool(result.done))
+        text = f"returned the reward {shown(result.reward, _SHOWN)}, expected a finite number"
+        raise CallFailed("reward", text)
+    if result.done not in (True, False):
+        text = f"returned done {shown(result.done, _SHOWN)}, expected True or False"
+        raise CallFailed("result", text)
+    observation = None if result.done else read_observation(result.observation)
+    return StepResult(observation, reward, bool(result.done))
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Turns observations into token ids.
+def read_observation(value: Any) -> Observation | None:
+    """An observation without types and objects of the user.
 
-    Args:
-        tokenizer: of the model
-        vocabulary: token ids that the model knows
-        max_tokens: of an observation that is appended
+    Raises:
+        CallFailed: it is something else
     """
+    if value is None or isinstance(value, str):
+        return value and str(value)
+    if isinstance(value, Context):
+        return Context(_token_ids(value.tokens))
+    return _token_ids(value)
 
-    tokenizer: Tokenizer
-    vocabulary: int
-    max_tokens: int
 
-    def appended(self, observation: object) -> list[int]:
-        """The ids of a text, or ids, to be appended.
-
-        Raises:
-            Dropped: another type, empty, too long, or with tokens that the model does not know
-        """
-        if isinstance(observation, str):
-            tokens = self._encoded(observation)
-        else:
-            tokens = self.ids(observation)
-        if not tokens:
-            found = shown(observation, _SHOWN)
-            rule = "at least one token while the trajectory is not done"
-            raise Dropped("empty", f"returned the observation {found}, expected {rule}")
-        if len(tokens) > self.max_tokens:
-            raise Dropped(
-                "observation",
-                f"returned an observation of {len(tokens)} tokens, expected at most "
-                f"turns.max_observation_tokens {self.max_tokens}",
-            )
-        return tokens
-
-    def ids(self, observation: object) -> list[int]:
-        """Token ids as a list. Raises: Dropped."""
+def _token_ids(value: Any) -> list[int]:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, bytes)
+    ids = [int(x) for x in values if _is_whole(x)] if is_sequence else []
+    if not is_sequence or len(ids) < len(values):
         rule = "text, a sequence of token ids, or Context(tokens)"
-        if isinstance(observation, bytes | Mapping | set) or not hasattr(observation, "__len__"):
-            found = shown(observation, _SHOWN)
-            raise Dropped("result", f"returned the observation {found}, expected {rule}")
-        values = list(cast("Sequence[Any]", observation))
-        for value in values:
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole:
-                found = shown(value, _SHOWN)
-                raise Dropped("result", f"returned an observation with {found}, expected {rule}")
-            if not 0 <= value < self.vocabulary:
-                rule = f"0 to {self.vocabulary - 1}, the model's"
-                raise Dropped("tokens", f"returned the token id {value}, expected {rule}")
-        return [int(value) for value in values]
+        text = f"returned the observation {shown(value, _SHOWN)}, expected {rule}"
+        raise CallFailed("result", text)
+    return ids
 
-    def _encoded(self, text: str) -> list[int]:
-        limit = "turns.max_observation_tokens"
-        try:
-            check_size(text, self.tokenizer, self.max_tokens, limit)
-        except Broken as broken:
-            raise Dropped("observation", f"returned an observation: {broken}") from None
-        try:
-            tokens = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            check_known(text, tokens, self.tokenizer)
-        except Broken as broken:
-            raise Dropped("tokens", f"returned an observation: {broken}") from None
-        except Exception as error:  # lone surrogates
-            raise Dropped(
-                "tokens",
-                f"returned the observation {shown(text, _SHOWN)}: {describe(error)}, expected text "
-                "that the tokenizer encodes",
-            ) from error
-        return tokens
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pyrl_ext.data.environment import StepResult
-from pyrl_ext.samples import Prompt
+from pyrl_ext.prompt import Prompt
 
 
 class Guess:

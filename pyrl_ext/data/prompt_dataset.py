@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.chat_turns import check_template
-from pyrl_ext.data.environment import load_environment
+from pyrl_ext.data.environment import EnvironmentHost
 from pyrl_ext.data.files import open_records
 from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
-from pyrl_ext.data.rewards import Reward, score
+from pyrl_ext.data.rewards import Reward, WorkerReward, load_reward, score
 from pyrl_ext.data.sft import Encoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import load_tokenizer
-from pyrl_ext.parallel.user_code import load_function
+from pyrl_ext.data.workers import Pool
+from pyrl_ext.parallel.topology import launched
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.task_options import PICTURES
 from pyrl_ext.samples import Prompt, Sample
+
+_MAX_WORKERS = 8  # of environments, on a rank
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,17 @@ class Source:
         reward:   (prompt, text, tokens) -> number.
         decode:   token ids -> text.
         stop_ids: tokens that end a response.
-        timeout:  of one call of the reward [s]; None: unlimited.
         tokenizer: of the model.
-        environment: makes the environment of a trajectory, which gives its reward; None: `reward`
+        environments: worker processes of the environment, which gives rewards; None: `reward`
             does.
     """
 
     prompts: Task | Pictures | PromptSource
-    reward: Reward
+    reward: Reward | WorkerReward
     decode: Callable[[list[int]], str]
     stop_ids: tuple[int, ...]
-    timeout: float | None = None
     tokenizer: Tokenizer | None = None
-    environment: Callable[[], Any] | None = None
+    environments: Pool | None = None
 
     def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
         """A function that returns samples of ``prompts`` with their rewards."""
@@ -56,8 +57,14 @@ class Source:
             reward=self.reward,
             decode=self.decode,
             stop_ids=self.stop_ids,
-            timeout=self.timeout,
         )
+
+    def close(self) -> None:
+        """End the worker processes of user code."""
+        if isinstance(self.reward, WorkerReward):
+            self.reward.close()
+        if self.environments is not None:
+            self.environments.close()
 
 
 def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
@@ -116,15 +123,24 @@ def build_source(plan: Plan) -> Source:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
         return Source(task, task.reward, tokenizer.decode, stop_ids)
     assert plan.prompts_path is not None  # a rule says so
-    environment = None
-    reward = no_reward
+    environments = None
+    reward: Reward | WorkerReward = no_reward
     if plan.turns.environment is not None:
         forks = plan.turns.form == "stepwise"
         check_template(plan.turns.environment, tokenizer, stop_ids, forks)
-        given = {"tokenizer": tokenizer, "stop_ids": stop_ids, "forks": forks}
-        environment = load_environment(plan.turns.environment, plan.turns.options, **given)
+        host = partial(
+            EnvironmentHost.load,
+            plan.turns.environment,
+            plan.turns.options,
+            tokenizer=partial(load_tokenizer, plan.tokenizer_path),
+            stop_ids=stop_ids,
+            forks=forks,
+        )
+        key = f"turns.environment: {plan.turns.environment!r}"
+        cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
+        environments = Pool(key, host, max(1, min(_MAX_WORKERS, cores)))
     elif plan.data.reward is not None:
-        reward = load_function("data.reward", plan.data.reward, 3)
+        reward = load_reward(plan.data.reward, plan.data.reward_timeout)
     limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
     prompts = load_prompts(
         plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
@@ -134,8 +150,7 @@ def build_source(plan: Plan) -> Source:
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    timeout = plan.data.reward_timeout
-    return Source(source, reward, tokenizer.decode, stop_ids, timeout, tokenizer, environment)
+    return Source(source, reward, tokenizer.decode, stop_ids, tokenizer, environments)
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:

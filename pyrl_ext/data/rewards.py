@@ -1,17 +1,23 @@
-"""Reward functions: two common ones, and how they are called."""
+"""Reward functions: two common ones, those of users in a worker process, and their calls."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
-from pyrl_ext.data.time_limit import TimeLimit, TimeUp
-from pyrl_ext.parallel.user_code import SettingsChanged, UserExit, describe, shown
-from pyrl_ext.samples import Prompt, Sample
+from pyrl_ext.data.workers import CallFailed, Pool
+from pyrl_ext.parallel.user_code import describe, load_function, shown
+from pyrl_ext.prompt import Prompt
+
+if TYPE_CHECKING:
+    from pyrl_ext.samples import Sample  # imports torch, which workers do without
 
 Reward = Callable[[Prompt, str, list[int]], float | Mapping[str, float]]
 
@@ -20,6 +26,7 @@ TAKEN = ("kl", "overlong")  # metrics below reward/ that are no components
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+NOTICE_SECONDS = 20.0  # until the first notice about a call; each next one after twice the time
 _SHOWN = 200  # characters of a completion or a returned value
 
 
@@ -73,17 +80,71 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
+class RewardHost:
+    """A user's reward function in a worker process."""
+
+    def __init__(self, name: str):
+        self._reward = load_function("data.reward", name, 3)
+        self.about, self._holds = getattr(self._reward, "answer_rule", (None, bool))
+
+    def call(self, owner: int | None, method: str, *args: Any) -> Any:
+        """The reward, or the check of an answer."""
+        return self._reward(*args) if method == "score" else self._holds(*args)
+
+    def read(self, method: str, value: Any) -> Any:
+        """(reward, components), or whether an answer can be used."""
+        return read_reward(value) if method == "score" else bool(value)
+
+
+class WorkerReward:
+    """A user's reward function, which runs in a worker process.
+
+    Args:
+        name: module:function
+        timeout: of a call [s]; None: no limit
+
+    Raises:
+        ValueError: it does not load
+    """
+
+    def __init__(self, name: str, timeout: float | None = None):
+        self.name = name
+        self.timeout = timeout
+        self.pool = Pool(f"data.reward: {name!r}", partial(RewardHost, name), serial=True)
+        if self.pool.about is not None:
+            self.answer_rule = self.pool.about, self._holds
+
+    def close(self) -> None:
+        """End the worker."""
+        self.pool.close()
+
+    def _holds(self, answer: Any) -> bool:
+        return self.pool.submit("holds", [(answer,)], None)[0].result()
+
+
+BUILT_IN: dict[str, Reward] = {
+    f"{__name__}:{function.__name__}": function for function in (exact_match, number_match)
+}
+"""Rewards that run in the process that scores."""
+
+
+def load_reward(name: str, timeout: float | None = None) -> Reward | WorkerReward:
+    """The reward function that ``data.reward`` names.
+
+    Raises:
+        ValueError: it does not load
+    """
+    return BUILT_IN[name] if name in BUILT_IN else WorkerReward(name, timeout)
+
+
 def score(
     samples: Iterable[Sample],
     prompts: Sequence[Prompt],
-    reward: Reward,
+    reward: Reward | WorkerReward,
     decode: Callable[[list[int]], str],
     stop_ids: Sequence[int],
-    timeout: float | None = None,
 ) -> list[Sample]:
     """The samples with their rewards.
-
-    A line on stderr names a call that has run for long.
 
     Args:
         samples: of these prompts, in any order
@@ -93,79 +154,108 @@ def score(
             its ids
         decode: token ids -> text
         stop_ids: tokens that end a response
-        timeout: of one call [s]; None: unlimited
 
     Raises:
-        RuntimeError: the reward function raised, exceeded ``timeout`` or returned something other
-            than finite numbers; names the function, the prompt, the sample and the completion
+        RuntimeError: the reward function raised, exceeded its time limit, ended its process or
+            returned something other than finite numbers; names the function, the prompt, the
+            sample and the completion
     """
-    by_id = {prompt.id: prompt for prompt in prompts}
-    scored = []
-    with TimeLimit(timeout) as limit:
-        for sample in samples:
-            tokens = sample.response
-            text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
-            value, parts = _one(sample, by_id[sample.prompt_id], reward, text, limit)
-            scored.append(replace(sample, reward=value, components=parts))
+    by_id = {prompt.id: replace(prompt, images=()) for prompt in prompts}
+    samples = list(samples)
+    calls = list[tuple[Prompt, str, list[int]]]()
+    for sample in samples:
+        tokens = sample.response
+        text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
+        calls.append((by_id[sample.prompt_id], text, tokens))
+    futures = list[Future[tuple[float, dict[str, float]]]]()
+    if isinstance(reward, WorkerReward):
+        futures = reward.pool.submit("score", calls, reward.timeout)
+    scored: list[Sample] = []
+    for number, (sample, call) in enumerate(zip(samples, calls, strict=True)):
+        where = partial(_where, reward, sample, call[1])
+        try:
+            if isinstance(reward, WorkerReward):
+                value, components = _wait(futures[number], where)
+            else:
+                value, components = _call(reward, call)
+        except CallFailed as failure:
+            text = f"{where()}: {failure.message}{_RULES.get(failure.reason, '')}"
+            raise RuntimeError(text) from failure
+        scored.append(replace(sample, reward=value, components=components))
     return scored
 
 
-def _one(
-    sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeLimit
+_RULES = {
+    "error": ", expected a number",
+    "timeout": ", expected one within data.reward_timeout",
+    "lost": ", expected the function to return",
+}
+
+
+def _where(reward: Reward | WorkerReward, sample: Sample, text: str) -> str:
+    completion = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+    if isinstance(reward, WorkerReward):
+        name = reward.name
+    else:
+        name = f"{reward.__module__}:{getattr(reward, '__qualname__', repr(reward))}"
+    return (
+        f"reward {name}(prompt {sample.prompt_id}, sample {sample.index}, completion {completion})"
+    )
+
+
+def _wait(
+    future: Future[tuple[float, dict[str, float]]], where: Callable[[], str]
 ) -> tuple[float, dict[str, float]]:
-    """The reward of a sample, and its components."""
+    """The result of a call in a worker, whose calls before it have ended; a line on stderr names
+    one that takes long."""
+    waited = 0.0
+    notice = NOTICE_SECONDS
+    while True:
+        try:
+            return future.result(notice - waited)
+        except TimeoutError:
+            line = f"waiting for {where()}, which has run for {notice:.0f} s"
+            print(line, file=sys.stderr, flush=True)
+            waited = notice
+            notice *= 2
 
-    def where() -> str:
-        completion = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-        name = getattr(reward, "__qualname__", repr(reward))
-        return (
-            f"reward {getattr(reward, '__module__', '?')}:{name}"
-            f"(prompt {sample.prompt_id}, sample {sample.index}, completion {completion})"
-        )
 
+def _call(
+    reward: Reward, arguments: tuple[Prompt, str, list[int]]
+) -> tuple[float, dict[str, float]]:
+    """(reward, components) of a function of this process."""
     try:
-        with limit.watched(where):
-            value = reward(prompt, text, sample.response)
-    except TimeUp as error:
-        raise RuntimeError(
-            f"{where()}: no result after {limit.seconds:g} s, expected one within "
-            "data.reward_timeout"
-        ) from error
-    except (SettingsChanged, UserExit) as error:
-        raise RuntimeError(f"{where()}: {error}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a function may raise SystemExit or its own kind
-        raise RuntimeError(f"{where()}: raised {describe(error)}, expected a number") from error
-    try:
-        return read_reward(value)
-    except ValueError as error:
-        raise RuntimeError(f"{where()}: returned {error}") from error
+        value = reward(*arguments)
+    except Exception as error:
+        raise CallFailed("error", f"raised {describe(error)}") from error
+    return read_reward(value)
 
 
 def read_reward(value: object) -> tuple[float, dict[str, float]]:
     """(reward, components) of what a reward function returned: a number without components, or the
-    sum of a mapping's, or its entry `WHOLE` beside them.
+    sum of a mapping's, or its entry `WHOLE` next to them.
 
-    Raises: ValueError saying what is no finite number, or no name.
+    Raises: CallFailed for what is no finite number, or no name.
     """
     if not isinstance(value, Mapping):
         return _number(value, shown(value, _SHOWN)), {}
-    given = dict(cast(Mapping[object, object], value))
-    for name in given:
+    values = dict(cast(Mapping[object, object], value))
+    components = dict[str, float]()
+    for name, component in values.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in TAKEN:
             rule = f"a name of letters, digits and _.- that is not {' or '.join(TAKEN)}"
-            raise ValueError(f"a component {shown(name, _SHOWN)}, expected {rule}")
-    parts = {str(n): _number(x, f"{shown(x, _SHOWN)} as {n}") for n, x in given.items()}
-    if not parts:
-        raise ValueError("no components, expected at least one")
-    whole = parts.pop(WHOLE) if WHOLE in parts else sum(parts.values())
-    return _number(whole, f"components with the sum {whole}"), dict(sorted(parts.items()))
+            text = f"returned a component {shown(name, _SHOWN)}, expected {rule}"
+            raise CallFailed("reward", text)
+        components[str(name)] = _number(component, f"{shown(component, _SHOWN)} as {name}")
+    if not components:
+        raise CallFailed("reward", "returned no components, expected at least one")
+    whole = components.pop(WHOLE) if WHOLE in components else sum(components.values())
+    return _number(whole, f"components with the sum {whole}"), dict(sorted(components.items()))
 
 
 def _number(value: object, what: str) -> float:
     if (number := finite(value)) is None:
-        raise ValueError(f"{what}, expected a finite number")
+        raise CallFailed("reward", f"returned {what}, expected a finite number")
     return number
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ def build_advantage(config: Objective) -> AdvantageFn:
     J trajectories -> [J]; a user's own takes the first two."""
     name = config.advantage
     if name not in ADVANTAGES:
-        own = load_function("objective.advantage", name, 2, ADVANTAGES, config=config)
+        own = _load("objective.advantage", name, 2, ADVANTAGES, config)
         return lambda rewards, groups, tokens: own(rewards, groups)
     built_in: Any = {
         "grpo": partial(
@@ -49,8 +50,47 @@ def build_loss(config: Objective) -> LossFn:
         return partial(policy_loss, config=config)
     if config.loss == "sft":
         return sft_loss
-    loss = load_function("objective.loss", config.loss, 3, LOSSES, config=config)
+    loss = _load("objective.loss", config.loss, 3, LOSSES, config)
     return _checked(f"objective.loss: {config.loss!r}", loss)
+
+
+def _load(
+    key: str, name: str, num_args: int, builtin: Sequence[str], config: Objective
+) -> Callable[..., Any]:
+    """A user's function, whose import and calls must leave grad mode and default dtype alone."""
+    where = f"{key}: {name!r}"
+    with _settings_kept(f"{where}: its import"):
+        function = load_function(key, name, num_args, builtin, config=config)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _settings_kept(where):
+            return function(*args)
+
+    return call
+
+
+@contextmanager
+def _settings_kept(where: str) -> Generator[None]:
+    """Restore grad mode and default dtype.
+
+    Raises:
+        ValueError: naming a setting that user code changed
+    """
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        found = torch.is_grad_enabled(), torch.get_default_dtype()
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+    names = "torch.is_grad_enabled()", "torch.get_default_dtype()"
+    for name, before, after in zip(names, (grad, dtype), found, strict=True):
+        if before != after:
+            raise ValueError(
+                f"{where}: changed {name} from {before} to {after}, expected it unchanged, since "
+                "the training runs in this process. Restore it in the function"
+            )
 
 
 def _checked(where: str, loss: Callable[..., Any]) -> LossFn:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch.distributed as dist
 
 from pyrl_ext.pack.index import sampled_tokens
-from pyrl_ext.parallel.user_code import exit_in
+from pyrl_ext.parallel.user_code import describe
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
@@ -208,7 +208,8 @@ class Ahead:
                             break
         except BaseException as error:  # SystemExit would end this thread alone, and in silence
             where = threading.current_thread().name
-            job.error = error if isinstance(error, Exception) else exit_in(where, error)
+            text = f"{where}: raised {describe(error)}, expected it to return"
+            job.error = error if isinstance(error, Exception) else RuntimeError(text)
         finally:
             with self._changed:
                 job.over = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -92,8 +91,9 @@ class Rollouts:
         return freed
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine and the workers of user code."""
         (self.ahead or self.engine).close()
+        self.source.close()
 
     def train(self, step: int) -> Rollout:
         """The scored samples of a step.
@@ -153,14 +153,13 @@ class Rollouts:
         scorer = self._scorer(prompts)
         request = self._request(prompts, sampling, keep, min_share)
         ranks = self.group, self.plan.engine_of_rank
-        with nullcontext() if self.environments is None else self.environments.guard():
-            depths = self.plan.num_mtp_layers
-            while True:
-                rollout = generate_on_ranks(
-                    self.engine, request, scorer, *ranks, show, depths, self.holders
-                )
-                if not self.samples_stale():
-                    return rollout
+        depths = self.plan.num_mtp_layers
+        while True:
+            rollout = generate_on_ranks(
+                self.engine, request, scorer, *ranks, show, depths, self.holders
+            )
+            if not self.samples_stale():
+                return rollout
 
     def samples_stale(self) -> bool:
         """As `Engine.samples_stale`; steps that are generated ahead are begun again."""

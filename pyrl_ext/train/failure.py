@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.parallel.atomic_write import FolderError, write_text
 from pyrl_ext.parallel.topology import launched
-from pyrl_ext.parallel.user_code import SettingsChanged, printable
+from pyrl_ext.parallel.user_code import printable
 
 EXPECTED = (ValueError, OSError, RuntimeError, FloatingPointError)  # their messages say it all
 _SHOWN = 4000  # characters of a message on the terminal
@@ -28,9 +24,6 @@ def report_failure(run: Path, error: BaseException) -> None:
     """
     if isinstance(error, FolderError) and launched("RANK", 0):
         return
-    first = error.__context__
-    if first is not None and isinstance(first.__cause__, SettingsChanged):
-        error = first  # leaving the process groups fails where user code destroyed them
     message = str(error)
     if isinstance(error, SystemExit):
         message = f"exit code {error.code} was asked for before the last step, by sys.exit or exit"
@@ -52,39 +45,3 @@ def report_failure(run: Path, error: BaseException) -> None:
 def report_stop(run: Path) -> None:
     """Print that a second Ctrl-C ended the run, and how it goes on."""
     print(f"stopped at once; {checkpoint.how_to_resume(run / 'checkpoints')}", flush=True)
-
-
-@contextmanager
-def no_silent_exit() -> Iterator[None]:
-    """Inside, ``os._exit(0)`` exits with code 1 and says where it was called.
-
-    It ends the process without unwinding, so nothing else could turn it into a failure. Other exit
-    codes pass, and so do processes forked from this one, which end that way as a matter of course.
-    From here on a crash of native code prints the Python stack.
-    """
-    leave = os._exit
-    process = os.getpid()
-    if not faulthandler.is_enabled():
-        faulthandler.enable(2)  # stderr; the file object may be replaced
-
-    def refuse(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == process:
-            caller = sys._getframe(1)
-            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            if launched("WORLD_SIZE", 1) > 1:
-                place = f"rank {launched('RANK', 0)}: {place}"
-            sys.stdout.flush()
-            print(
-                f"error: {place}: os._exit(0) was called before the last step, expected user code "
-                "to return or to raise; the exit code is 1",
-                file=sys.stderr,
-                flush=True,
-            )
-            status = 1
-        leave(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = leave

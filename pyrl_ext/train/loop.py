@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -19,7 +20,7 @@ from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import ConfigError, Plan
-from pyrl_ext.train.failure import no_silent_exit, report_failure, report_stop
+from pyrl_ext.train.failure import report_failure, report_stop
 from pyrl_ext.train.folder import RunFolder
 from pyrl_ext.train.interrupt import Interrupt
 from pyrl_ext.train.profile import peak_memory, profiled
@@ -107,10 +108,11 @@ def start(plan: Plan) -> int:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
     run = Path(plan.run)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # a crash of native code prints the Python stack
     try:
         check_extension()
         with (
-            no_silent_exit(),
             topology.start(plan) as topo,
             heartbeats(topo) as heartbeat,
             locked(run, topo.is_main, topo.world),

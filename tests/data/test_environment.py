@@ -9,30 +9,31 @@ import numpy as np
 import pytest
 
 from pyrl_ext.data.environment import (
-    Dropped,
-    Reader,
     StepResult,
     load_environment,
+    read_observation,
     read_step,
 )
+from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.plan.schema.turns import REASONS
-from tests.helpers.conversations import TOKENIZER
+from pyrl_ext.rollout.turns.conversation import Conversation
+from pyrl_ext.samples import Prompt
+from tests.helpers.conversations import TOKENIZER, config
 
-READER = Reader(TOKENIZER, 128, 8)
 STEP = "expected StepResult(observation, reward, done) or a tuple of 3 or 4 like it"
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        ("a", 1, True),
-        ("a", np.float32(1), np.True_),
-        ("a", 1.0, True, {}),
-        StepResult("a", 1, True),
+        ("a", 1, False),
+        ("a", np.float32(1), np.False_),
+        ("a", 1.0, False, {}),
+        StepResult("a", 1, False),
     ],
 )
 def test_read_step_takes_step_results_and_tuples(value: Any):
-    assert read_step(value)[:3] == ("a", 1.0, True)
+    assert read_step(value)[:3] == ("a", 1.0, False)
 
 
 def test_read_step_fills_what_a_step_result_leaves_out():
@@ -44,27 +45,33 @@ def test_read_step_fills_what_a_step_result_leaves_out():
     [
         (None, "result", f"returned None, {STEP}"),
         (["a", 1.0, True], "result", f"returned ['a', 1.0, True], {STEP}"),
-        (("a", 1.0), "result", f"returned a tuple of 2, {STEP}"),
-        (("a", 1.0, True, {}, 0), "result", f"returned a tuple of 5, {STEP}"),
+        (("a", 1.0), "result", f"returned ('a', 1.0), {STEP}"),
+        (("a", 1.0, True, {}, 0), "result", f"returned ('a', 1.0, True, {{}}, 0), {STEP}"),
         (("a", float("nan"), True), "reward", "returned the reward nan, expected a finite number"),
         (("a", 10**400, True), "reward", "whose repr raised|expected a finite number"),
         (("a", "1", True), "reward", "returned the reward '1', expected a finite number"),
-        (("a", 1.0, 1), "result", "returned done 1, expected True or False"),
+        (("a", 1.0, "yes"), "result", "returned done 'yes', expected True or False"),
     ],
 )
 def test_read_step_refuses_with_a_reason(value: Any, reason: str, message: str):
-    with pytest.raises(Dropped) as caught:
+    with pytest.raises(CallFailed) as caught:
         read_step(value)
     assert caught.value.reason == reason and reason in REASONS
     assert any(part in str(caught.value) for part in message.split("|"))
+
+
+def appended(observation: Any) -> list[int]:
+    """The tokens of a first observation."""
+    conversation = Conversation(Prompt(0, (9,)), 0, config())
+    return list(conversation.started(read_observation(observation)).prompt.tokens[1:])
 
 
 @pytest.mark.parametrize(
     ("observation", "tokens"),
     [("a1", [74, 26]), ([5, 6], [5, 6]), ((5,), [5]), (np.array([5, 6]), [5, 6])],
 )
-def test_appended_takes_text_and_ids(observation: Any, tokens: list[int]):
-    assert READER.appended(observation) == tokens
+def test_started_takes_text_and_ids(observation: Any, tokens: list[int]):
+    assert appended(observation) == tokens
 
 
 @pytest.mark.parametrize(
@@ -72,11 +79,10 @@ def test_appended_takes_text_and_ids(observation: Any, tokens: list[int]):
     [
         ("", "empty", "returned the observation '', expected at least one token"),
         ([], "empty", "returned the observation [], expected at least one token"),
-        (None, "result", "returned the observation None, expected text, a sequence of token ids"),
         (b"a", "result", "returned the observation b'a', expected text"),
         ({"a": 1}, "result", "returned the observation {'a': 1}, expected text"),
-        (["a"], "result", "returned an observation with 'a', expected text"),
-        ([True], "result", "returned an observation with True, expected text"),
+        (["a"], "result", "returned the observation ['a'], expected text"),
+        ([True], "result", "returned the observation [True], expected text"),
         ([128], "tokens", "returned the token id 128, expected 0 to 127, the model's"),
         ([-1], "tokens", "returned the token id -1, expected 0 to 127"),
         ("\N{SNOWMAN}", "tokens", "(U+2603)"),
@@ -85,9 +91,9 @@ def test_appended_takes_text_and_ids(observation: Any, tokens: list[int]):
         ("a" * 1_000_000, "observation", "1,000,000 characters"),
     ],
 )
-def test_appended_refuses_with_a_reason(observation: Any, reason: str, message: str):
-    with pytest.raises(Dropped, match=re.escape(message)) as caught:
-        READER.appended(observation)
+def test_started_refuses_with_a_reason(observation: Any, reason: str, message: str):
+    with pytest.raises(CallFailed, match=re.escape(message)) as caught:
+        appended(observation)
     assert caught.value.reason == reason and reason in REASONS
 
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-import signal
+import os
+import pickle
+import re
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pyrl_ext.data.rewards import exact_match, number_match, score
-from pyrl_ext.parallel.user_code import load_function
+from pyrl_ext.data import rewards
+from pyrl_ext.data.rewards import (
+    WorkerReward,
+    exact_match,
+    load_reward,
+    number_match,
+    score,
+)
 from pyrl_ext.samples import Prompt, Sample
+from tests.helpers.deadline import DEADLINE
 
 
 @pytest.mark.parametrize(
@@ -139,73 +152,155 @@ def test_score_reports_what_a_reward_function_raises():
     )
     with pytest.raises(RuntimeError, match=message) as caught:
         score([sample(3, 2, "z" * 300, "length")], [Prompt(3, (5,))], fragile, decode, (1,))
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__ and isinstance(caught.value.__cause__.__cause__, KeyError)
     assert "z" * 201 not in str(caught.value).split("raised")[0]
 
 
-def loaded(name: str) -> Any:
-    return load_function("data.reward", f"{__name__}:{name}", 3)
+@pytest.fixture(scope="module")
+def acts() -> Iterator[WorkerReward]:
+    """A reward in a worker that does what the prompt's answer names."""
+    with closing(WorkerReward("tests.helpers.user_rewards:acts")) as reward:
+        yield reward
 
 
-def switches_gradients_off(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    torch.set_grad_enabled(False)
-    return 1.0
+@pytest.fixture(scope="module")
+def limited() -> Iterator[WorkerReward]:
+    """The same with a time limit."""
+    with closing(WorkerReward("tests.helpers.user_rewards:acts", 2.0)) as reward:
+        yield reward
 
 
-def exits(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    sys.exit()
+def wait_for_end(process: int) -> None:
+    end = time.monotonic() + DEADLINE
+    while Path(f"/proc/{process}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{process}").exists()
 
 
-def surrogate(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    raise ValueError("\ud800" * 5_000_000)
+def scores(reward: WorkerReward, *answers: str) -> list[float]:
+    prompts = [Prompt(i, (5,), answer) for i, answer in enumerate(answers)]
+    samples = [sample(i, 2, "ab", "stop") for i in range(len(answers))]
+    return [each.reward for each in score(samples, prompts, reward, decode, (1,))]
+
+
+def test_score_gives_what_workers_return(acts: WorkerReward):
+    answers = ("good", "forks", "changes folder", "prints", "parts", "good", "torch")
+    assert scores(acts, *answers) == [1.0, 1.0, 1.0, 1.0, 1.5, 1.0, 0.0]
+    first, second = scores(acts, "process", "process")
+    assert first == second != os.getpid()
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("answer", "message"),
     [
-        ("switches_gradients_off", r"changed torch.is_grad_enabled\(\) from True to False"),
-        ("exits", r"raised SystemExit, expected it to return; ending the process"),
-        ("surrogate", r"raised ValueError: (\\ud800){500}\.\.\. \(5,000,000 characters\)"),
+        ("raises", "raised KeyError: 'colour', expected a number"),
+        ("raises much", r"raised ValueError: (\\ud800){500}\.\.\. \(5,000,000 characters\)"),
+        ("exits", "raised SystemExit, expected a number"),
+        ("no number", "returned <unlocked .*, expected a finite number"),
     ],
 )
-def test_score_names_a_reward_that_disturbs_the_process(name: str, message: str):
-    where = rf"reward .*test_rewards:{name}\(prompt 3, sample 2, completion 'ab'\): "
-    with pytest.raises(RuntimeError, match=where + ".*" + message) as caught:
-        score([sample(3, 2, "ab", "stop")], [Prompt(3, (5,))], loaded(name), decode, (1,))
-    assert torch.is_grad_enabled()
+def test_score_names_a_failed_call_and_keeps_its_worker(
+    acts: WorkerReward, answer: str, message: str
+):
+    before = scores(acts, "process")
+    where = r"reward tests.helpers.user_rewards:acts\(prompt 1, sample 2, completion 'ab'\): "
+    with pytest.raises(RuntimeError, match=where + message) as caught:
+        scores(acts, "good", answer)
     str(caught.value).encode()
+    assert scores(acts, "process") == before
 
 
-def test_score_names_a_reward_that_exits_unguarded():
-    with pytest.raises(
-        RuntimeError, match=r"exits\(prompt 3.*raised SystemExit, expected a number"
-    ):
-        score([sample(3, 2, "ab", "stop")], [Prompt(3, (5,))], exits, decode, (1,))
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("dies", "its worker process ended with exit code 0, expected the function to return"),
+        ("crashes", "its worker process ended with exit code -11"),
+        ("leaves a process", "its worker process ended with exit code 4"),
+        ("spins", "no result after 2 s, expected one within data.reward_timeout"),
+        ("waits for a process", "no result after 2 s"),
+    ],
+)
+def test_score_replaces_a_worker_that_ends_or_hangs(
+    limited: WorkerReward, answer: str, message: str
+):
+    before = scores(limited, "process")
+    with pytest.raises(RuntimeError, match=rf"acts\(prompt 2, sample 2, .*\): {message}"):
+        scores(limited, "good", "good", answer, "good")
+    wait_for_end(int(before[0]))
+    assert scores(limited, "process") != before
 
 
-def sleeps(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    try:
-        time.sleep(3600)
-    except Exception:  # what a careless function does
-        return 0.0
-    return 1.0
-
-
-@pytest.mark.parametrize("guard", [True, False])
-def test_score_ends_a_reward_at_its_timeout(guard: bool):
-    before = signal.getsignal(signal.SIGRTMIN + 6)
-    message = (
-        r"sleeps\(prompt 3, .*: no result after 0.2 s, expected one within data.reward_timeout"
+def test_score_gives_the_traceback_of_the_user(acts: WorkerReward):
+    with pytest.raises(RuntimeError) as caught:
+        scores(acts, "raises")
+    assert "user_rewards.py" in str(caught.value.__cause__) and "in _raises" in str(
+        caught.value.__cause__
     )
-    with pytest.raises(RuntimeError, match=message):
-        reward = loaded("sleeps") if guard else sleeps
-        score([sample(3, 2, "ab", "stop")], [Prompt(3, (5,))], reward, decode, (1,), timeout=0.2)
-    assert signal.getsignal(signal.SIGRTMIN + 6) == before
+
+
+def test_score_refuses_prompts_that_do_not_reach_a_worker(acts: WorkerReward):
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        score([sample(0, 2, "ab", "stop")], [Prompt(0, (5,), lambda: None)], acts, decode, (1,))
+    assert scores(acts, "good") == [1.0]
+
+
+def test_load_reward_runs_ours_here_and_those_of_users_in_workers(acts: WorkerReward):
+    assert load_reward("pyrl_ext.data.rewards:number_match") is number_match
+    with closing(WorkerReward("tests.helpers.user_rewards:number_match")) as reward:
+        assert scores(reward, "12", "3") == [0.0, 0.0]
+        rule, holds = reward.answer_rule
+        assert rule == "a number as answer" and holds("12") and not holds("many")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\nos._exit(0)\n", "the worker process ended with exit code 0 as it was loaded"),
+        ("import sys\nsys.exit(0)\n", "hostile.py:2: module hostile raised SystemExit: 0"),
+        ("def fn(a): ...\n", r"takes \(a\), expected 3 positional arguments"),
+    ],
+)
+def test_load_reward_names_what_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+):
+    (tmp_path / "hostile.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"data.reward: 'hostile:fn'.*{message}"):
+        load_reward("hostile:fn")
+
+
+def test_score_names_a_call_that_takes_long(
+    limited: WorkerReward, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(rewards, "NOTICE_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match="no result"):
+        scores(limited, "spins")
+    line = r"waiting for reward .*:acts\(prompt 0, sample 2, completion 'ab'\), which has run for"
+    assert re.search(line, capfd.readouterr().err)
+
+
+def test_workers_end_with_their_process(tmp_path: Path):
+    code = """
+import os, signal, sys
+from pyrl_ext.data.rewards import WorkerReward
+from pyrl_ext.prompt import Prompt
+reward = WorkerReward("tests.helpers.user_rewards:acts")
+(future,) = reward.pool.submit("score", [(Prompt(0, (1,), "process"), "", [])], None)
+print(int(future.result()[0]), flush=True)
+os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+"""
+    for name in ("SIGKILL", "SIGINT"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, name],
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+        wait_for_end(int(done.stdout))
 
 
 def test_answer_rule_holds_for_what_the_common_rewards_take():
     rule, holds = vars(number_match)["answer_rule"]
     assert rule == "a number as answer"
     assert [holds(x) for x in (3, "so 1,200", "many", None)] == [True, True, False, False]
-    assert vars(loaded("number_match"))["answer_rule"] == (rule, holds)
     assert [vars(exact_match)["answer_rule"][1](x) for x in ("", 0, None)] == [True, True, False]

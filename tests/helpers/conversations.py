@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from pyrl_ext.data.environment import Reader
 from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.data.workers import Pool
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.environments import host
 from tests.helpers.scripted import ScriptedEngine
 from tests.helpers.tiny import CONFIG
 
@@ -23,30 +26,26 @@ def three_then_stop(prompt: int, index: int, place: int) -> int:
     return EOS if place % 4 == 3 else 25 + (7 * prompt + 3 * index + place) % 10
 
 
-class Mixed:
-    """The environment of the class that ``kinds`` names for the prompt."""
-
-    def __init__(self, kinds: Mapping[int, Callable[[], Any]]):
-        self.kinds = kinds
-
-    def start(self, prompt: Prompt) -> Any:
-        inner = self.kinds[prompt.id]()
-        self.step = inner.step
-        if hasattr(inner, "close"):
-            self.close = inner.close
-        return inner.start(prompt)
+@cache
+def pool() -> Pool:
+    """One worker for environments that prompts carry."""
+    return Pool("turns.environment: 'test'", host)
 
 
-def manner(make: Callable[[], Any], **turns: Any) -> ConversationConfig:
+def carrying(prompt: Prompt, make: Callable[[], Any]) -> Prompt:
+    """The prompt with a function that makes its environment in a worker."""
+    return replace(prompt, meta={"make": make})
+
+
+def config(in_waves: bool = False, **turns: Any) -> ConversationConfig:
     """Conversations of at most 32 tokens, four a turn."""
     options: dict[str, Any] = {
         "max_tokens": 32,
         "max_observation_tokens": 8,
         "max_turns": 4,
     } | turns
-    reader = Reader(TOKENIZER, 128, options["max_observation_tokens"])
     section = Turns(environment="test", **options)
-    return ConversationConfig(make, reader, TOKENIZER.decode, (EOS,), section, max_new_tokens=4)
+    return ConversationConfig(pool(), TOKENIZER, 128, (EOS,), section, 4, in_waves)
 
 
 def hold(
@@ -59,10 +58,10 @@ def hold(
     **turns: Any,
 ) -> tuple[dict[tuple[int, int], Conversation], Feed]:
     """All conversations of ``prompts``, by (prompt id, index), and their feed."""
-    mixed = (lambda: Mixed(make)) if isinstance(make, Mapping) else make
-    asked = [Prompt(i, (30 + i % 5, 40)) for i in range(prompts)]
+    made = make if isinstance(make, Mapping) else dict.fromkeys(range(prompts), make)
+    asked = [carrying(Prompt(i, (30 + i % 5, 40)), made[i]) for i in range(prompts)]
     told = [] if notes is None else notes
-    feed = Feed(asked, size, manner(mixed, **turns), lambda kind, text: told.append(text))
+    feed = Feed(asked, size, config(**turns), lambda kind, text: told.append(text))
     engine = engine or ScriptedEngine(three_then_stop)
     sampling = Sampling(
         max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size, sampling_mask=sampling_mask

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
 from typing import Any
 
-from pyrl_ext.data.environment import Context, StepResult
-from pyrl_ext.samples import Prompt
+from pyrl_ext.data.environment import Context, EnvironmentHost, StepResult
+from pyrl_ext.prompt import Prompt
 
-TOLD: list[str] = []  # what environments noticed, for tests
+
+class Carried:
+    """The environment that ``prompt.meta["make"]`` makes."""
+
+    def start(self, prompt: Prompt) -> Any:
+        assert prompt.meta is not None
+        inner = prompt.meta["make"]()
+        self.step = inner.step
+        if hasattr(inner, "close"):
+            self.close = inner.close
+        return inner.start(prompt)
+
+
+def host() -> EnvironmentHost:
+    """A host whose environments come with their prompts."""
+    return EnvironmentHost(Carried)
 
 
 class Good:
@@ -99,10 +115,8 @@ class Swallows(Good):
 
     async def step(self, tokens: list[int], text: str) -> Any:
         while True:
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                TOLD.append("cancelled")
 
 
 class Spins(Good):
@@ -117,9 +131,29 @@ class SpinsAsync(Good):
             pass
 
 
-class Blocks(Good):
+class Dies(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        os._exit(3)
+
+
+class Waits(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
-        time.sleep(4.5)  # longer than the time limit, shorter than two
+        await asyncio.sleep(60)
+
+
+class Forks(Good):
+    """Its child process returns from the call as well."""
+
+    def step(self, tokens: list[int], text: str) -> Any:
+        if (child := os.fork()) > 0:
+            os.waitpid(child, 0)
+        return super().step(tokens, text)
+
+
+class Prints(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        os.write(1, b"\x80\x05 is no message\n")
+        return super().step(tokens, text)
 
 
 class Nan(Good):
@@ -193,12 +227,6 @@ class Rewrites(Good):
     observation = Context([4, 4, 4, 4, 4])
 
 
-class ChangesEnvironment(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "7"
-        return super().step(tokens, text)
-
-
 class ChangesFolder(Good):
     def step(self, tokens: list[int], text: str) -> Any:
         os.chdir("/")
@@ -238,8 +266,6 @@ HOSTILE: dict[type[Good], str] = {
     HangsAsync: "timeout",
     Swallows: "timeout",
     Spins: "timeout",
-    SpinsAsync: "blocked",
-    Blocks: "blocked",
     Nan: "reward",
     Infinite: "reward",
     RewardText: "reward",
@@ -256,12 +282,72 @@ HOSTILE: dict[type[Good], str] = {
     Huge: "observation",
     NeverDone: "turns",
     Rewrites: "fork",
-    ChangesEnvironment: "settings",
-    ChangesFolder: "settings",
     ChangesHandler: "error",
     LongPrompt: "room",
 }
-"""Environment -> the reason for which its trajectories are dropped."""
+"""Environment -> the reason for which its trajectories are dropped; its worker goes on."""
+
+ENDS_WORKER: dict[type[Good], str] = {SpinsAsync: "timeout", Dies: "lost"}
+"""The same for environments whose worker is replaced."""
+
+
+class FailsTwice(Good):
+    """Its first calls fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 2
+
+    def step(self, tokens: list[int], text: str) -> Any:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ConnectionError("try again")
+        return super().step(tokens, text)
+
+
+class FailsTwiceAsync(FailsTwice):
+    async def step(self, tokens: list[int], text: str) -> Any:
+        return FailsTwice.step(self, tokens, text)
+
+
+class Counting:
+    """Answers with the number of the turn; done after ``turns``."""
+
+    def __init__(self, turns: int = 3, observation: str = " {} ", begin: Any = None):
+        self.turns = turns
+        self.observation = observation
+        self.begin = begin
+        self.number = 0
+
+    def start(self, prompt: Prompt) -> Any:
+        return self.begin
+
+    def step(self, tokens: list[int], text: str) -> Any:
+        self.number += 1
+        observation = self.observation.format(self.number)
+        return StepResult(observation, self.number / 4, self.number == self.turns)
+
+
+class Echoing(Counting):
+    """Rewards a turn by a number that depends on what it is told."""
+
+    def step(self, tokens: list[int], text: str) -> Any:
+        return super().step(tokens, text)._replace(reward=float(told(tokens, text)))
+
+
+def told(tokens: list[int], text: str) -> int:
+    """A number that depends on all tokens and characters."""
+    return sum(place * token for place, token in enumerate(tokens, 1)) + 1000 * sum(map(ord, text))
+
+
+class Forking(Counting):
+    """Rewrites the context after its first turn, and continues after its second."""
+
+    def step(self, tokens: list[int], text: str) -> Any:
+        result = super().step(tokens, text)
+        if self.number == 1:
+            return result._replace(observation=Context((9, 9, 9)))
+        return result._replace(observation=Context((9, 9, 9, *tokens, 8)))
 
 
 class Asks(Good):

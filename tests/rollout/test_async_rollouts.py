@@ -17,7 +17,6 @@ from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.parallel.collective_errors import gather_objects
-from pyrl_ext.parallel.user_code import UserExit
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.async_rollouts import Ahead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
@@ -322,7 +321,7 @@ def test_Ahead_raises_what_a_thread_raises_behind_the_groups_of_its_step():
 def test_Ahead_names_what_tried_to_end_the_process(error: BaseException):
     run = Run(plan_of(2), BusyEngine(0, fails=5, error=error))
     expected = f"rollout of step 1: raised {type(error).__name__}.*expected it to return"
-    with pytest.raises(UserExit, match=expected):
+    with pytest.raises(RuntimeError, match=expected):
         run.steps()
 
 

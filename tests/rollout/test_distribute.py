@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.data.rewards import score
+from pyrl_ext.data.rewards import WorkerReward, score
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
-from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import assert_same, random_sample
 from tests.helpers.ranks import run_ranks
 
@@ -257,15 +256,11 @@ class Held:
         assert engine.open == 0
 
 
-def sleeps(_prompt: Prompt, _text: str, _tokens: list[int]) -> float:
-    time.sleep(DEADLINE)
-    return 0.0
-
-
 def judge_sleeps(samples: list[Sample]) -> list[Sample]:
     """A reward that is over its time limit."""
     prompts = [Prompt(i, (1,)) for i in range(7)]
-    return score(samples, prompts, sleeps, str, (), timeout=0.2)
+    with closing(WorkerReward("tests.helpers.user_rewards:sleeps", 0.2)) as reward:
+        return score(samples, prompts, reward, str, ())
 
 
 def failures_of_one_holder(group: dist.ProcessGroup) -> list[int]:

@@ -294,9 +294,9 @@ def exits(prompt, text, tokens):
     sys.exit()
 
 
-def gradients_off(prompt, text, tokens):
+def gradients_off(logprobs, entropy, fields):
     torch.set_grad_enabled(False)
-    return float(len(text))
+    return logprobs.sum(), fields.loss_mask.sum(), {}
 
 
 def not_a_number(prompt, text, tokens):
@@ -320,11 +320,11 @@ def not_a_number(prompt, text, tokens):
         ),
         (
             (*FILE, f"data.reward={__name__}:exits"),
-            "raised SystemExit, expected it to return",
+            "raised SystemExit, expected a number",
         ),
         (
-            (*FILE, f"data.reward={__name__}:gradients_off"),
-            "changed torch.is_grad_enabled()",
+            (f"objective.loss={__name__}:gradients_off",),
+            "gradients_off': changed torch.is_grad_enabled() from True to False, expected it",
         ),
         (("objective.loss=nowhere:fn",), "no module 'nowhere'"),
     ],

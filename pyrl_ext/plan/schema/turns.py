@@ -18,8 +18,7 @@ ENVIRONMENTS = {
 REASONS = {
     "error": "the environment raised an error",
     "timeout": "a call exceeded turns.timeout",
-    "blocked": "the event loop was blocked, by this environment or another",
-    "settings": "the environment changed a setting of the process",
+    "lost": "its worker process ended, because of it or of another trajectory",
     "result": "a call returned something of a wrong type",
     "reward": "a reward was not a finite number",
     "empty": "an observation was empty though the trajectory was not done",

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from pyrl_ext.prompt import PromptImage
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.sender import recv, send
-from pyrl_ext.samples import PromptImage, Sample, Turn
+from pyrl_ext.samples import Sample, Turn
 
 _PR_SET_PDEATHSIG = 1
 # Kinds of errors that the trainer gets as they are; others become a RuntimeError with their name.

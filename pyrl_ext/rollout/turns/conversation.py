@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from pyrl_ext.data.environment import (
-    Context,
-    Dropped,
-    Environment,
-    Observation,
-    Reader,
-    read_step,
-)
+from pyrl_ext.data.chat import Tokenizer, check_known, check_size
+from pyrl_ext.data.environment import Context, Observation, StepResult
+from pyrl_ext.data.files import Broken
+from pyrl_ext.data.workers import CallFailed, Pool
+from pyrl_ext.parallel.user_code import describe, shown
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.rollout.turns.env_executor import Call, Calls
 from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Prompt, Sample, Turn
+
+_SHOWN = 200  # characters of an observation in a message
 
 
 @dataclass(frozen=True)
@@ -25,170 +22,172 @@ class ConversationConfig:
     """How all conversations of a run are held.
 
     Args:
-        make: makes an environment
-        reader: of observations
-        decode: token ids -> text
+        pool: worker processes of the environments
+        tokenizer: of the model
+        vocabulary: number of token ids that the model knows
         stop_ids: tokens that end a turn
         turns: section of the plan
         max_new_tokens: response budget of a turn
+        in_waves: a turn begins when every trajectory has its turn before: what the engine runs
+            together does not depend on the time that environments take
     """
 
-    make: Callable[[], Environment]
-    reader: Reader
-    decode: Callable[[list[int]], str]
+    pool: Pool
+    tokenizer: Tokenizer
+    vocabulary: int
     stop_ids: tuple[int, ...]
     turns: Turns
     max_new_tokens: int
+    in_waves: bool = False
 
 
 class Conversation:
-    """A trajectory as it grows. It does nothing by itself: calls and turns are handed to it.
+    """A trajectory as it grows. It does nothing by itself: results and turns are handed to it.
 
     Attributes:
         turns: what the engine sampled, a sample a turn
+        owner: of the environment, in the pool
         forks: turns whose context did not begin with the turn before
         changed: rows whose routes two turns report differently
         seconds: in calls of the environment
         samples: of the trajectory, once it is done
         dropped: why there are none
-        close_failed: why the environment did not close
     """
 
-    def __init__(self, prompt: Prompt, index: int, manner: ConversationConfig):
+    def __init__(self, prompt: Prompt, index: int, config: ConversationConfig):
         self.prompt = prompt
         self.index = index
-        self.manner = manner
+        self.config = config
         self.turns: list[Sample] = []
-        self.forks = self.changed = 0
+        self.forks = 0
+        self.changed = 0
         self.seconds = 0.0
         self.samples: list[Sample] | None = None
-        self.dropped: Dropped | None = None
-        self.close_failed: Dropped | None = None
-        self._environment: Environment | None = None
+        self.dropped: CallFailed | None = None
+        self.owner = config.pool.owner()
         self._context = list(prompt.tokens)
         self._reward = 0.0
-        self._closing = False
 
-    @property
-    def over(self) -> bool:
-        """True if the trajectory is done or dropped."""
-        return self.samples is not None or self.dropped is not None
-
-    def begin(self, calls: Calls) -> None:
-        """Make the environment and start it."""
-        calls.begin(self, self._name("start"), self._start)
-
-    def answered(self, sample: Sample, calls: Calls) -> None:
-        """Hand what the engine sampled to the environment."""
+    def answered(self, sample: Sample) -> tuple[list[int], str]:
+        """Take what the engine sampled; the arguments of the environment's ``step``."""
         self.turns.append(sample)
         self._context = sample.tokens.tolist()
         tokens = sample.response
-        last = tokens[-1] in self.manner.stop_ids
-        text = self.manner.decode(tokens[:-1] if last else tokens)
-        assert self._environment is not None
-        calls.begin(self, self._name("step"), self._environment.step, tokens, text)
+        last = tokens[-1] in self.config.stop_ids
+        return tokens, self.config.tokenizer.decode(tokens[:-1] if last else tokens)
 
-    def returned(self, call: Call, calls: Calls) -> Turn | None:
-        """Take what a call returned; the next turn, or None: the trajectory is over."""
-        if self._closing:
-            self.close_failed = call.dropped
-            return None
-        self.seconds += call.seconds
-        try:
-            if call.dropped is not None:
-                raise call.dropped
-            try:
-                turn = self._after_step(call.value) if self.turns else self._after_start(call.value)
-            except Dropped as dropped:
-                raise Dropped(dropped.reason, f"{call.name}: {dropped}") from dropped
-        except Dropped as dropped:
-            self.dropped = dropped
-            turn = None
-        if turn is None:
-            self._close(calls)
-        return turn
-
-    def _name(self, method: str) -> str:
-        where = f"prompt {self.prompt.id}, trajectory {self.index}"
-        turn = f", turn {len(self.turns) - 1}" if self.turns else ""
-        return f"{self.manner.turns.environment}.{method}({where}{turn})"
-
-    def _start(self) -> Any:
-        self._environment = self.manner.make()
-        return self._environment.start(self.prompt)
-
-    def _close(self, calls: Calls) -> None:
-        close = getattr(self._environment, "close", None)
-        if callable(close):
-            self._closing = True
-            calls.begin(self, self._name("close"), close)
-
-    def _after_start(self, value: Observation | None) -> Turn:
+    def started(self, value: Observation | None) -> Turn:
+        """The first turn, after what ``start`` returned. Raises: CallFailed."""
         if isinstance(value, Context):
-            tokens = self.manner.reader.ids(value.tokens)
+            tokens = self._known(value.tokens)
             if self.prompt.images and tokens[: len(self._context)] != self._context:
                 rule = "one that begins with the prompt, since its images have places there"
-                raise Dropped("fork", f"returned a new context, expected {rule}")
+                raise CallFailed("fork", f"returned a new context, expected {rule}")
             self._context = tokens
         elif value is not None:
-            self._context += self.manner.reader.appended(value)
-        if not self._room:
-            raise Dropped(
+            self._append(value)
+        if not self._context or not self._room:
+            raise CallFailed(
                 "room",
                 f"{len(self._context)} tokens before the first turn, expected 1 to "
-                f"{self.manner.turns.max_tokens - 1}, less than turns.max_tokens",
+                f"{self.config.turns.max_tokens - 1}, less than turns.max_tokens",
             )
         return self._turn()
 
-    def _after_step(self, value: object) -> Turn | None:
-        result = read_step(value)
-        turns = self.manner.turns
+    def stepped(self, result: StepResult) -> Turn | None:
+        """The next turn, after what ``step`` returned; None: the trajectory is done.
+
+        Raises: CallFailed.
+        """
         self._reward += result.reward
         if result.done:
             return self._end("stop")
-        if len(self.turns) == turns.max_turns:
+        if len(self.turns) == self.config.turns.max_turns:
             rule = "expected done within turns.max_turns"
-            raise Dropped("turns", f"not done after {len(self.turns)} turns, {rule}")
+            raise CallFailed("turns", f"not done after {len(self.turns)} turns, {rule}")
         self._observe(result.observation)
         return self._turn() if self._room else self._end("length")
 
     def _observe(self, observation: Observation | None) -> None:
-        reader = self.manner.reader
-        known = self._context
+        context = self._context
         if not isinstance(observation, Context):
-            known += reader.appended(observation)
+            self._append(observation)
             return
-        tokens = reader.ids(observation.tokens)
-        if tokens[: len(known)] == known:
-            known += reader.appended(tokens[len(known) :])
+        tokens = self._known(observation.tokens)
+        if tokens[: len(context)] == context:
+            self._append(tokens[len(context) :])
             return
         if not tokens:
-            raise Dropped("empty", "returned an empty context, expected at least one token")
-        if self.manner.turns.form == "concatenated" or self.prompt.images:
-            at = next((i for i, (a, b) in enumerate(zip(tokens, known)) if a != b), len(tokens))
-            raise Dropped(
+            raise CallFailed("empty", "returned an empty context, expected at least one token")
+        if self.config.turns.form == "concatenated" or self.prompt.images:
+            raise CallFailed(
                 "fork",
-                f"returned a context that differs from token {at} of {len(known)} on, expected one "
-                "that continues what is there (turns.form concatenated, or images). Use turns.form "
-                "stepwise to train such turns separately",
+                f"returned a context that differs within the first {len(context)} tokens, expected "
+                "one that continues what is there (turns.form concatenated, or images). Use "
+                "turns.form stepwise to train such turns separately",
             )
         self.forks += 1
         self._context = tokens
 
+    def _append(self, observation: str | Sequence[int] | None) -> None:
+        """Add a text, or ids, to the context.
+
+        Raises:
+            CallFailed: empty, too long, or with tokens that the model does not know
+        """
+        if observation is None:
+            raise CallFailed("result", "returned the observation None, expected text or token ids")
+        if isinstance(observation, str):
+            tokens = self._encoded(observation)
+        else:
+            tokens = self._known(observation)
+        if not tokens:
+            text = f"returned the observation {shown(observation, _SHOWN)}"
+            rule = "at least one token while the trajectory is not done"
+            raise CallFailed("empty", f"{text}, expected {rule}")
+        most = self.config.turns.max_observation_tokens
+        if len(tokens) > most:
+            text = f"returned an observation of {len(tokens)} tokens, expected at most "
+            raise CallFailed("observation", f"{text}turns.max_observation_tokens {most}")
+        self._context += tokens
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        for token in tokens:
+            if not 0 <= token < self.config.vocabulary:
+                rule = f"0 to {self.config.vocabulary - 1}, the model's"
+                raise CallFailed("tokens", f"returned the token id {token}, expected {rule}")
+        return list(tokens)
+
+    def _encoded(self, text: str) -> list[int]:
+        tokenizer = self.config.tokenizer
+        most = self.config.turns.max_observation_tokens
+        reason = "observation"
+        try:
+            check_size(text, tokenizer, most, "turns.max_observation_tokens")
+            reason = "tokens"
+            tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            check_known(text, tokens, tokenizer)
+        except Broken as broken:
+            raise CallFailed(reason, f"returned an observation: {broken}") from None
+        except Exception as error:  # lone surrogates
+            observation = f"returned the observation {shown(text, _SHOWN)}: {describe(error)}"
+            rule = "text that the tokenizer encodes"
+            raise CallFailed("tokens", f"{observation}, expected {rule}") from error
+        return tokens
+
     @property
     def _room(self) -> int:
         """Tokens that may still be sampled."""
-        turns = self.manner.turns
-        return max(0, turns.max_tokens - len(self._context)) if self._context else 0
+        return max(0, self.config.turns.max_tokens - len(self._context))
 
     def _turn(self) -> Turn:
         prompt = replace(self.prompt, tokens=tuple(self._context))
-        budget = min(self.manner.max_new_tokens, self._room)
+        budget = min(self.config.max_new_tokens, self._room)
         return Turn(prompt, self.index, len(self.turns), budget)
 
     def _end(self, finish_reason: str) -> None:
-        turns = self.manner.turns
+        turns = self.config.turns
         samples, self.changed = samples_of(self.turns, turns.merges, turns.routes)
         self.samples = [
-            replace(each, reward=self._reward, finish_reason=finish_reason) for each in samples
+            replace(sample, reward=self._reward, finish_reason=finish_reason) for sample in samples
         ]

@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
+from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.turns.check import check_trajectory
 from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
-from pyrl_ext.rollout.turns.env_executor import Call, Calls
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
+
+_RULES = {
+    "error": ", expected a result",
+    "timeout": ", expected a result within turns.timeout",
+    "lost": ", expected its worker to live",
+}
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of an environment."""
+
+    conversation: Conversation
+    method: str
+    args: tuple[Any, ...]
+    retries: int
+    future: Future[Any] = field(init=False)
+    began: float = field(init=False)
+
+    def __str__(self) -> str:
+        prompt = self.conversation.prompt.id
+        turns = len(self.conversation.turns)
+        turn = f", turn {turns - 1}" if turns else ""
+        environment = self.conversation.config.turns.environment
+        where = f"prompt {prompt}, trajectory {self.conversation.index}{turn}"
+        return f"{environment}.{self.method}({where})"
+
+    def failure(self, failed: CallFailed) -> CallFailed:
+        """The failure with the name of the call."""
+        text = f"{self}: {failed.message}{_RULES.get(failed.reason, '')}"
+        return CallFailed(failed.reason, text)
 
 
 class Feed:
     """Turns of all trajectories; see `rollout.engine.TurnFeed`.
 
-    Conversations go on in `take`, in the thread of the engine; only calls of environments run
-    beside it.
+    Conversations continue in `take`, in the thread of the engine; only environments run elsewhere.
 
     Args:
         prompts: each begins ``size`` trajectories
@@ -33,48 +71,54 @@ class Feed:
         self,
         prompts: Sequence[Prompt],
         size: int,
-        manner: ConversationConfig,
+        config: ConversationConfig,
         note: Callable[[str, str], None] | None = None,
     ):
         self.trajectories = len(prompts) * size
-        self.max_tokens = manner.turns.max_tokens
+        self.max_tokens = config.turns.max_tokens
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.waited = 0.0
         self._note = note
-        self._calls = Calls(manner.turns.timeout, manner.turns.retries)
-        self._open = {(p.id, i): Conversation(p, i, manner) for p in prompts for i in range(size)}
+        self._config = config
+        self._open = {(p.id, i): Conversation(p, i, config) for p in prompts for i in range(size)}
+        self._order = {key: place for place, key in enumerate(self._open)}
         self._over: list[Conversation] = []
         self._begun = False
+        self._sampling = 0  # turns that the engine works on
+        self._running = 0  # calls that are not in `_ended`
+        self._done = SimpleQueue[_Call]()
+        self._ended: list[_Call] = []
+        self._closings: list[_Call] = []
+        self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Readable as soon as a call of an environment is over."""
-        if not self._begun:
-            self._begin()
-        return self._calls.fileno()
+        self._begin()
+        return self._file
 
     def take(self, wait: bool) -> list[Turn] | None:
         """The turns that came since the last call; None: none will come any more."""
-        if not self._begun:
-            self._begin()
-        turns: list[Turn] = []
-        while True:
-            if wait and not turns and self._open and not self._calls.under_way:
+        self._begin()
+        turns = self._admit()
+        while wait and not turns and self._open:
+            if not self._running:
                 raise RuntimeError(
                     f"Feed.take: the engine waits, and {len(self._open)} trajectories wait for "
                     "it, expected an answer to every turn"
                 )
-            waits = wait and not turns and bool(self._open)
             began = time.monotonic()
-            calls = self._calls.ready(waits)
-            self.waited += time.monotonic() - began if waits else 0.0
-            turns += filter(None, map(self._returned, calls))
-            if turns or not wait or not self._open:
-                break
+            files = select.poll()  # select.select takes no file number above 1023
+            files.register(self._file, select.POLLIN)
+            files.poll()
+            self.waited += time.monotonic() - began
+            turns = self._admit()
         return turns if turns or self._open else None
 
     def answered(self, sample: Sample) -> None:
         """Take what the engine sampled for a turn."""
-        self._open[sample.prompt_id, sample.index].answered(sample, self._calls)
+        self._sampling -= 1
+        conversation = self._open[sample.prompt_id, sample.index]
+        self._call(conversation, "step", *conversation.answered(sample))
 
     def over(self) -> list[Conversation]:
         """The trajectories that are over since the last call."""
@@ -87,32 +131,81 @@ class Feed:
 
     def close(self) -> None:
         """Give up the environments that still run; those that close get until their time limit."""
-        for call in self._closing():
-            self._returned(call)
-        self._calls.close()
-        self.counts["retries"] = self._calls.retried
+        for call in self._closings if not self._open else ():
+            failure = call.future.exception()
+            if isinstance(failure, CallFailed) and failure.reason != "lost":
+                self._count_drop("close_failed", str(call.failure(failure)))
+        for conversation in [*self._open.values(), *(call.conversation for call in self._closings)]:
+            self._config.pool.release(conversation.owner)
         self.counts["max_waited"] = self.waited
 
-    def _closing(self) -> Generator[Call]:
-        while not self._open and self._calls.under_way:
-            yield from self._calls.ready(True)
+    def __del__(self) -> None:
+        os.close(self._file)
 
     def _begin(self) -> None:
-        self._begun = True
-        for conversation in self._open.values():
-            conversation.begin(self._calls)
+        if not self._begun:
+            self._begun = True
+            for conversation in self._open.values():
+                prompt = replace(conversation.prompt, images=())
+                self._call(conversation, "start", prompt)
 
-    def _returned(self, call: Call) -> Turn | None:
-        conversation: Conversation = call.key
-        closing = conversation.over
-        turn = conversation.returned(call, self._calls)
-        if closing:
-            if conversation.close_failed is not None:
-                self._count_drop("close_failed", str(conversation.close_failed))
-        elif turn is None:
+    def _call(self, conversation: Conversation, method: str, *args: Any) -> None:
+        self._running += 1
+        self._submit(_Call(conversation, method, args, self._config.turns.retries), self._finish)
+
+    def _submit(self, call: _Call, finish: Callable[[_Call, Future[Any]], None]) -> None:
+        call.began = time.monotonic()
+        owner = call.conversation.owner
+        limit = self._config.turns.timeout
+        (call.future,) = self._config.pool.submit(call.method, [call.args], limit, owner)
+        call.future.add_done_callback(partial(finish, call))
+
+    def _finish(self, call: _Call, future: Future[Any]) -> None:
+        call.conversation.seconds += time.monotonic() - call.began
+        self._done.put(call)
+        os.eventfd_write(self._file, 1)
+
+    def _admit(self) -> list[Turn]:
+        """Continue the conversations whose calls are over; the turns that follow."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._file)
+        while not self._done.empty():
+            call = self._done.get()
+            failure = call.future.exception()
+            if isinstance(failure, CallFailed) and failure.reason == "error" and call.retries:
+                call.retries -= 1
+                self.counts["retries"] += 1
+                self._submit(call, self._finish)
+            else:
+                self._running -= 1
+                self._ended.append(call)
+        if self._config.in_waves and (self._running or self._sampling):
+            return []
+        ended = sorted(self._ended, key=self._place)
+        self._ended = []
+        turns = [turn for call in ended if (turn := self._continue(call)) is not None]
+        self._sampling += len(turns)
+        return turns
+
+    def _place(self, call: _Call) -> int:
+        return self._order[call.conversation.prompt.id, call.conversation.index]
+
+    def _continue(self, call: _Call) -> Turn | None:
+        """The turn after a call; None: the trajectory is over."""
+        conversation = call.conversation
+        turn = None
+        try:
+            value = call.future.result()
+            turn = (conversation.stepped if conversation.turns else conversation.started)(value)
+        except CallFailed as failure:
+            conversation.dropped = call.failure(failure)
+        if turn is None:
             del self._open[conversation.prompt.id, conversation.index]
             self._over.append(conversation)
             self._count(conversation)
+            close = _Call(conversation, "close", (), 0)
+            self._submit(close, lambda call, future: None)
+            self._closings.append(close)
         return turn
 
     def _count(self, conversation: Conversation) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 
-from pyrl_ext.data.environment import Reader
 from pyrl_ext.data.prompt_dataset import Source
 from pyrl_ext.pack.index import sampled_tokens
-from pyrl_ext.parallel.user_code import guarded
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.prompt_groups import Counts, Event
@@ -28,15 +26,17 @@ class Environments:
     """
 
     def __init__(self, plan: Plan, source: Source):
-        assert source.environment is not None and source.tokenizer is not None  # the plan names it
+        assert source.environments is not None and source.tokenizer is not None  # the plan names it
         self.plan = plan
-        turns = plan.turns
-        reader = Reader(source.tokenizer, plan.sizes.vocab_size, turns.max_observation_tokens)
-        budget = plan.rollout.max_new_tokens
-        make = source.environment
-        decode = source.decode
-        stop_ids = source.stop_ids
-        self.manner = ConversationConfig(make, reader, decode, stop_ids, turns, budget)
+        self.config = ConversationConfig(
+            pool=source.environments,
+            tokenizer=source.tokenizer,
+            vocabulary=plan.sizes.vocab_size,
+            stop_ids=source.stop_ids,
+            turns=plan.turns,
+            max_new_tokens=plan.rollout.max_new_tokens,
+            in_waves=plan.rollout.engine == "hf",
+        )
         self._noted: set[str] = set()
 
     def need_turns(self, engine: Engine, rank: int) -> None:
@@ -48,17 +48,13 @@ class Environments:
                 f"turns.environment: the {name} engine answers no turns, expected one that does"
             )
 
-    def guard(self) -> AbstractContextManager[None]:
-        """Around a rollout: user code shares the process's settings and random numbers."""
-        return guarded(f"turns.environment: {self.plan.turns.environment!r}")
-
     def ask(
         self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
     ) -> Generator[Event]:
         """The trajectories of an environment, or those that were recorded."""
         if self.plan.rollout.engine == "recorded":
             return recorded(engine, prompts, sampling, counts)
-        return conversations(self.manner, self._note, engine, prompts, sampling, counts)
+        return conversations(self.config, self._note, engine, prompts, sampling, counts)
 
     def _note(self, kind: str, message: str) -> None:
         """Name the first failure of each kind."""
@@ -68,7 +64,7 @@ class Environments:
 
 
 def conversations(
-    manner: ConversationConfig,
+    config: ConversationConfig,
     note: Callable[[str, str], None],
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -78,7 +74,7 @@ def conversations(
     """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
     if not prompts:
         return
-    feed = Feed(prompts, sampling.samples_per_prompt, manner, note)
+    feed = Feed(prompts, sampling.samples_per_prompt, config, note)
     try:
         with closing(converse(engine, feed, sampling)) as stream:
             for turn, over in stream:

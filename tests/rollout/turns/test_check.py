@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.helpers.environments import Good
 
 
 def parts(form: str = "stepwise") -> list[Sample]:
-    found, _ = hold(lambda: Good(3), prompts=1, size=1, form=form, merge=False)
+    found, _ = hold(partial(Good, 3), prompts=1, size=1, form=form, merge=False)
     return list(trained(found[0, 0]))
 
 
@@ -62,7 +63,7 @@ def test_check_trajectory_refuses_log_probs_and_loss_of_observed_tokens():
 
 
 def test_check_trajectories_takes_samples_of_several_in_any_order_of_trajectories():
-    found, _ = hold(lambda: Good(3), prompts=2, size=2, form="stepwise", merge=False)
+    found, _ = hold(partial(Good, 3), prompts=2, size=2, form="stepwise", merge=False)
     samples = [s for c in found.values() for s in trained(c)]
     check_trajectories(sorted(samples, key=lambda s: s.turn))
     with pytest.raises(ValueError, match=r"prompt 1, sample 1\), turn 1"):

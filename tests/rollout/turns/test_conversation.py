@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from pyrl_ext.data.environment import Context, StepResult
-from pyrl_ext.samples import Prompt, Sample
+from pyrl_ext.data.environment import Context
+from pyrl_ext.samples import Sample
 from tests.helpers.conversations import EOS, TOKENIZER, hold, reason, three_then_stop, trained
+from tests.helpers.environments import Counting, Echoing, Forking, told
 from tests.helpers.scripted import ScriptedEngine
-
-
-class Counting:
-    """Answers with the number of the turn; done after ``turns``; remembers what it was given."""
-
-    given: list[tuple[list[int], str]]
-
-    def __init__(self, turns: int = 3, observation: str = " {} ", begin: Any = None):
-        self.turns = turns
-        self.observation = observation
-        self.begin = begin
-        self.given = []
-
-    def start(self, prompt: Prompt) -> Any:
-        return self.begin
-
-    def step(self, tokens: list[int], text: str) -> Any:
-        self.given.append((tokens, text))
-        number = len(self.given)
-        return StepResult(self.observation.format(number), number / 4, number == self.turns)
 
 
 def rows(prompt: int, index: int, turns: int, observation: str = " {} ") -> list[Any]:
@@ -49,14 +31,8 @@ def rows(prompt: int, index: int, turns: int, observation: str = " {} ") -> list
 
 
 def test_converse_keeps_what_was_sampled_and_appends_observations_as_tokens():
-    made: list[Counting] = []
-
-    def make() -> Counting:
-        made.append(Counting())
-        return made[-1]
-
-    found, feed = hold(make, prompts=3, size=2)
-    assert len(found) == 6 == len(made)
+    found, feed = hold(Counting, prompts=3, size=2)
+    assert len(found) == 6
     for (prompt, index), conversation in found.items():
         (sample,) = trained(conversation)
         expected = rows(prompt, index, 3)
@@ -67,17 +43,22 @@ def test_converse_keeps_what_was_sampled_and_appends_observations_as_tokens():
         assert (sample.prompt_len, sample.turn, sample.last) == (2, 0, True)
         assert sample.reward == 0.25 + 0.5 + 0.75
         assert sample.finish_reason == "stop"
-    told = sorted((tokens, text) for each in made for tokens, text in each.given)
-    engine = [turn.response for c in found.values() for turn in c.turns]
-    stopped = [t[:-1] if t[-1] == EOS else t for t in engine]
-    assert told == sorted(zip(engine, map(TOKENIZER.decode, stopped)))
     assert feed.counts["turns"] == 18 and feed.counts["max_turns"] == 3
+
+
+def test_converse_tells_the_tokens_of_a_turn_and_the_text_before_the_stop_token():
+    found, _ = hold(Echoing, prompts=3, size=2)
+    for conversation in found.values():
+        (sample,) = trained(conversation)
+        turns = [turn.response for turn in conversation.turns]
+        texts = [TOKENIZER.decode(t[:-1] if t[-1] == EOS else t) for t in turns]
+        assert sample.reward == sum(map(told, turns, texts))
 
 
 @pytest.mark.parametrize("form", ["concatenated", "stepwise"])
 def test_converse_asks_for_whole_contexts(form: str):
     engine = ScriptedEngine(three_then_stop)
-    hold(lambda: Counting(), engine, prompts=1, size=1, form=form, merge=False)
+    hold(Counting, engine, prompts=1, size=1, form=form, merge=False)
     whole = [token for token, _ in rows(0, 0, 3)]
     assert [turn.number for turn in engine.turns] == [0, 1, 2]
     for turn in engine.turns:
@@ -85,9 +66,9 @@ def test_converse_asks_for_whole_contexts(form: str):
 
 
 def test_converse_makes_a_sample_a_turn_without_merging():
-    together, _ = hold(lambda: Counting(), prompts=2, size=1)
-    apart, _ = hold(lambda: Counting(), prompts=2, size=1, form="stepwise", merge=False)
-    merged, _ = hold(lambda: Counting(), prompts=2, size=1, form="stepwise")
+    together, _ = hold(Counting, prompts=2, size=1)
+    apart, _ = hold(Counting, prompts=2, size=1, form="stepwise", merge=False)
+    merged, _ = hold(Counting, prompts=2, size=1, form="stepwise")
     for key in together:
         (whole,), parts = trained(together[key]), trained(apart[key])
         assert [(s.turn, s.last, len(s.spans)) for s in parts] == [
@@ -107,24 +88,14 @@ def test_converse_makes_a_sample_a_turn_without_merging():
         assert whole.spans == tuple(part.spans[0] for part in parts)
 
 
-class Forking(Counting):
-    """Rewrites the context after its first turn, and continues after its second."""
-
-    def step(self, tokens: list[int], text: str) -> Any:
-        result = super().step(tokens, text)
-        if len(self.given) == 1:
-            return result._replace(observation=Context((9, 9, 9)))
-        return result._replace(observation=Context((9, 9, 9, *tokens, 8)))
-
-
 def test_converse_counts_forks_and_begins_a_sample_at_each():
-    found, feed = hold(lambda: Forking(), prompts=1, size=1, form="stepwise")
+    found, feed = hold(Forking, prompts=1, size=1, form="stepwise")
     first, second = trained(found[0, 0])
     assert (first.turn, len(first.spans), first.last) == (0, 1, False)
     assert (second.turn, len(second.spans), second.last) == (1, 2, True)
     assert second.tokens[:3].tolist() == [9, 9, 9] and second.prompt_len == 3
     assert feed.counts["forks"] == 1
-    dropped, feed = hold(lambda: Forking(), prompts=1, size=1)
+    dropped, feed = hold(Forking, prompts=1, size=1)
     assert reason(dropped[0, 0]) == "fork"
     assert feed.counts["forks"] == 0 and feed.counts["dropped/fork"] == 1
 
@@ -133,7 +104,7 @@ def test_converse_counts_forks_and_begins_a_sample_at_each():
     ("begin", "context"), [("ab", [30, 40, 74, 75]), ([5, 6], [30, 40, 5, 6]), (Context((7,)), [7])]
 )
 def test_converse_takes_the_first_observation_into_the_prompt(begin: Any, context: list[int]):
-    found, _ = hold(lambda: Counting(1, begin=begin), prompts=1, size=1)
+    found, _ = hold(partial(Counting, 1, begin=begin), prompts=1, size=1)
     (sample,) = trained(found[0, 0])
     assert sample.tokens[: sample.prompt_len].tolist() == context
 
@@ -141,7 +112,7 @@ def test_converse_takes_the_first_observation_into_the_prompt(begin: Any, contex
 @pytest.mark.parametrize("room", range(6, 26))
 def test_converse_ends_a_trajectory_whose_context_is_full(room: int):
     """Each turn has 4 tokens or fewer, each observation 3; the prompt 2."""
-    found, _ = hold(lambda: Counting(), prompts=1, size=1, max_tokens=room)
+    found, _ = hold(Counting, prompts=1, size=1, max_tokens=room)
     conversation = found[0, 0]
     (sample,) = trained(conversation)
     whole = [token for token, _ in rows(0, 0, 3)]
@@ -155,12 +126,12 @@ def test_converse_ends_a_trajectory_whose_context_is_full(room: int):
 
 
 def test_converse_fills_the_last_row_of_a_turn_from_the_next_and_counts_changed_rows():
-    plain, _ = hold(lambda: Counting(), prompts=1, size=1)
+    plain, _ = hold(Counting, prompts=1, size=1)
     (sample,) = trained(plain[0, 0])
     assert sample.route_mask.tolist() == [True] * (sample.tokens.numel() - 1) + [False]
     for policy in ("first", "last"):
         engine = ScriptedEngine(three_then_stop, rerouted=[(1, 0), (1, 1), (2, 1)])
-        found, feed = hold(lambda: Counting(), engine, prompts=1, size=1, routes=policy)
+        found, feed = hold(Counting, engine, prompts=1, size=1, routes=policy)
         (changed,) = trained(found[0, 0])
         # turn 1 reports rows 0 and 1 in another way; turn 2 row 1 as turn 1, and row 0 as turn 0
         assert feed.counts["changed_rows"] == 3
@@ -172,13 +143,13 @@ def test_converse_fills_the_last_row_of_a_turn_from_the_next_and_counts_changed_
 
 def test_converse_masks_rows_that_no_turn_reports_and_fills_those_that_another_does():
     engine = ScriptedEngine(three_then_stop, unrouted=[(0, 1), (1, 1), (2, 1), (2, 2)])
-    found, _ = hold(lambda: Counting(), engine, prompts=1, size=1)
+    found, _ = hold(Counting, engine, prompts=1, size=1)
     (sample,) = trained(found[0, 0])
     assert (~sample.route_mask).nonzero()[:, 0].tolist() == [1, sample.tokens.numel() - 1]
 
 
 def test_converse_joins_the_sets_that_turns_were_drawn_from():
-    found, _ = hold(lambda: Counting(), prompts=1, size=1, sampling_mask=True)
+    found, _ = hold(Counting, prompts=1, size=1, sampling_mask=True)
     (sample,) = trained(found[0, 0])
     assert sample.kept_counts is not None and sample.kept_ids is not None
     counts = []
@@ -192,8 +163,8 @@ def test_converse_joins_the_sets_that_turns_were_drawn_from():
 
 @pytest.mark.parametrize("together", [1, 3, 100])
 def test_converse_does_not_depend_on_what_runs_together(together: int):
-    one, _ = hold(lambda: Counting(), prompts=5, size=3)
-    other, _ = hold(lambda: Counting(), ScriptedEngine(three_then_stop, together), 5, 3)
+    one, _ = hold(Counting, prompts=5, size=3)
+    other, _ = hold(Counting, ScriptedEngine(three_then_stop, together), 5, 3)
     assert one.keys() == other.keys()
     assert all(same(trained(one[k]), trained(other[k])) for k in one)
 

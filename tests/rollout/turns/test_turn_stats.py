@@ -14,7 +14,7 @@ from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ran
 from pyrl_ext.rollout.recorded import RecordedEngine, save_samples
 from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metrics
 from pyrl_ext.samples import Prompt, Sampling
-from tests.helpers.conversations import EOS, Mixed, manner, three_then_stop
+from tests.helpers.conversations import EOS, carrying, config, three_then_stop
 from tests.helpers.engines import assert_same
 from tests.helpers.environments import Good, NeverDone, RaisesInStep
 from tests.helpers.ranks import run_ranks
@@ -28,9 +28,10 @@ KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: RaisesInStep, 2: Good, 3: Nev
 
 
 def request(kinds: dict[int, Callable[[], Any]], share: float, **turns: Any) -> RolloutRequest:
-    told: list[str] = []
-    ask = partial(conversations, manner(lambda: Mixed(kinds), **turns), lambda k, t: told.append(t))
-    return RolloutRequest(PROMPTS, SAMPLING, len(PROMPTS), ask, share)
+    noted: list[str] = []
+    ask = partial(conversations, config(**turns), lambda kind, text: noted.append(text))
+    prompts = [carrying(prompt, kinds[prompt.id]) for prompt in PROMPTS]
+    return RolloutRequest(prompts, SAMPLING, len(prompts), ask, share)
 
 
 def test_generate_on_ranks_goes_on_without_dropped_trajectories():
