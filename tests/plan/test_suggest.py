@@ -30,6 +30,7 @@ def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
     for each in eight.found:
         plan = compile_plan(GLM47, each.overrides)  # every rule holds
         limit = memory_limit(plan)
+        assert limit is not None
         assert limit == eight.limit and plan.world_size == 8
         assert each.peak == max(stage.peak for stage in stage_memory(plan))
         assert each.peak <= (1 - LEFT_FREE) * limit
