@@ -277,7 +277,7 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
         for kind in layout.frozen:
             held[kind].requires_grad_(False)
         inside = {
-            (kind, depth): InProcess(tower, plan.sizes.hidden_size if depth else None)
+            (kind, depth): InProcess(tower, plan.sizes.hidden_size if depth else None, depth)
             for kind, tower in held.items()
             for depth in range(1 + plan.num_mtp_layers)
         }

@@ -179,18 +179,23 @@ def load_scores(folder: Path, step: int) -> Scores:
     scores: Scores = {}
     for file in sorted((folder / SCORES).glob(f"step-{step:06d}-rank-*.safetensors")):
         try:
-            rank_scores = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file}: {error}, expected a file of save_scores") from error
-        for row, ids in enumerate(rank_scores["ids"].tolist()):
-            chosen = rank_scores["samples"] == row
-            tokens = rank_scores["tokens"][chosen]
-            logprobs = rank_scores["logprobs"][chosen]
-            if (key := tuple(ids)) in scores:  # context-parallel ranks share a sample
-                tokens = torch.cat([scores[key][0], tokens])
-                logprobs = torch.cat([scores[key][1], logprobs])
-            scores[key] = (tokens, logprobs)
+            _add_scores(scores, load_file(file))
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error!r}, expected a file of save_scores") from error
     return scores
+
+
+def _add_scores(scores: Scores, rank_scores: dict[str, Tensor]) -> None:
+    for row, ids in enumerate(rank_scores["ids"].tolist()):
+        prompt_id, index, turn = ids
+        chosen = rank_scores["samples"] == row
+        tokens = rank_scores["tokens"][chosen]
+        logprobs = rank_scores["logprobs"][chosen]
+        key = (prompt_id, index, turn)
+        if key in scores:  # context-parallel ranks share a sample
+            tokens = torch.cat([scores[key][0], tokens])
+            logprobs = torch.cat([scores[key][1], logprobs])
+        scores[key] = (tokens, logprobs)
 
 
 class Recorder:

@@ -311,18 +311,20 @@ class InProcess:
 
     Args:
         width: first numbers of a row that are read; None: all.
+        depth: the MTP layer that reads the rows; 0: the model.
     """
 
-    def __init__(self, tower: Any, width: int | None = None):
+    def __init__(self, tower: Any, width: int | None = None, depth: int = 0):
         self.tower = tower
         self.width = width
+        self.depth = depth
         self.images: Any = None  # of the pass
 
-    def take(self, routes: Any, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+    def take(self, work: EncoderWork, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         patches, grids, rows = self.images.microbatch(microbatch, 0)
         if not rows:
             return []
-        route = routes(microbatch, 0, RankRole())
+        route = work.route(microbatch, 0, RankRole(), self.depth)
         output = self.tower(patches, grids)[:, : self.width]
         return [(route.dest, output.index_select(0, route.source))]
 

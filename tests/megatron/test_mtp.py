@@ -208,8 +208,10 @@ def test_mtp_layers_embed_the_rows_of_images(folder):
 
     batch, spelled = (replace(b, old_logprobs=b.rollout_logprobs) for b in (batch, spelled))
     with topology.start(plan) as topo:
-        policy, inside = Policy.build(plan, topo), towers.InProcess(lambda p, _: p[::PATCHES])
-        policy.edges = {("vision", d): inside for d in range(3)}  # type: ignore[assignment]
+        policy = Policy.build(plan, topo)
+        for depth in range(3):
+            edge = towers.InProcess(lambda patches, _: patches[::PATCHES], depth=depth)
+            policy.edges["vision", depth] = edge  # type: ignore[assignment]
         got, grads, tokens = passes_of(policy, batch)
         policy = Policy.build(plan, topo)
         name = "model.embed_tokens.weight"

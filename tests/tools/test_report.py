@@ -370,7 +370,7 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
         assert why in left.note and (str(file) in left.note or why.startswith("expected"))
         assert escape(left.note.strip()) in page_of(path)
     (path / "kept/step-000002.safetensors").write_bytes(b"no")
-    assert "the file is cut" in recorded(Folder(path)).missing
+    assert "expected a whole file of save_samples" in recorded(Folder(path)).missing
 
 
 def test_visible_shows_what_would_hide_or_turn_the_text():
