@@ -206,21 +206,23 @@ class Run:
         each turn's prompt [M]."""
         turns: list[Turn] = []
         prompts: list[Prompt] = []
+        places: dict[tuple[int, tuple[int, ...]], int] = {}
         source: list[int] = []
         width = 0
         while self.waiting and len(turns) < self.slots.free:
             prompt = self.waiting[0].prompt
-            last = prompts[-1] if prompts else None
-            if last is None or (last.id, last.tokens) != (prompt.id, prompt.tokens):
+            key = (prompt.id, prompt.tokens)
+            if key not in places:
                 size = len(prompt.tokens)
                 if prompts and self.model.has_states and size != width:
                     break  # padding would change the states
                 width = max(width, size)
                 if prompts and (len(prompts) + 1) * width > MAX_PREFILL_TOKENS:
                     break
+                places[key] = len(prompts)
                 prompts.append(prompt)
             turns.append(self.waiting.popleft())
-            source.append(len(prompts) - 1)
+            source.append(places[key])
         return turns, prompts, np.array(source)
 
     def _prefill(self) -> Tensor:
