@@ -41,14 +41,16 @@ def even(prompt: Prompt, text: str, tokens: list[int]) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
 
 
-ASKED: list[int] = []  # processes that got one
+ASKED = "PYRL_TEST_ASKED"  # environment variable: a file that exists once Ctrl-C was sent
 
 
 def even_after_ctrl_c(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    """`even`, in a process that gets a Ctrl-C at its first reward."""
-    if not ASKED:
-        ASKED.append(os.getpid())
-        os.kill(ASKED[0], signal.SIGINT)
+    """`even`; the first reward sends Ctrl-C to the trainer, the parent of this worker process."""
+    try:
+        os.close(os.open(os.environ[ASKED], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return even(prompt, text, tokens)
+    os.kill(os.getppid(), signal.SIGINT)
     return even(prompt, text, tokens)
 
 

@@ -24,7 +24,7 @@ from pyrl_ext.train.loop import train
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.deadline import DEADLINE
-from tests.helpers.pictures import write_run
+from tests.helpers.pictures import ASKED, write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import MEASURED
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
@@ -277,8 +277,11 @@ def run_of(path: Path, moves: str, *overrides: str) -> bool:
         return train(plan, topo, heartbeat)
 
 
-def test_train_with_a_frozen_encoder_is_the_same_offloaded_and_after_ctrl_c(tmp_path: Path):
+def test_train_with_a_frozen_encoder_is_the_same_offloaded_and_after_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """An encoder without gradients and optimizer on the rank of the language model."""
+    monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     path = write_run(tmp_path)
     frozen = "modules.vision.train=false"
     assert run_of(path, "none", frozen, f"run={tmp_path}/whole")
