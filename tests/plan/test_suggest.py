@@ -56,6 +56,22 @@ def test_suggest_keeps_overrides_on_other_gpus():
         assert (plan.world_size, plan.parallel.tp, plan.model.recompute) == (16, 2, "full")
 
 
+def test_suggest_keeps_a_given_memory():
+    search = suggest(GLM47, ["hardware.memory=80GiB"], 16, "H200")
+    assert search.limit == 80 * 2**30 and search.found
+    for each in search.found:
+        assert each.plan.hardware.memory == search.limit
+        assert each.peak <= (1 - LEFT_FREE) * search.limit
+
+
+def test_suggest_keeps_given_virtual_stages():
+    search = suggest(GLM47, ["parallel.vpp=2"], 16, "H200")
+    assert search.found
+    for each in search.found:
+        assert each.plan.parallel.vpp == 2 and len(each.plan.stages) > 1
+        assert all(len(stage) == 2 for stage in each.plan.stages)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -18,7 +18,7 @@ from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
-from pyrl_ext.plan.model.hardware import GPUS
+from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
@@ -30,6 +30,10 @@ SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
 TOKENS = ("batching", "tokens_per_microbatch")
 DISTRIBUTED = ("optimizer", "distributed")
 DYNAMIC = ("parallel", "dynamic_cp")
+LAYOUT = ("parallel", "pipeline_model_parallel_layout")
+VPP = ("parallel", "vpp")
+GPU = ("hardware", "gpu")
+MEMORY = ("hardware", "memory")
 # Share of a GPU's memory that stays free, since most of a step's memory is estimated.
 LEFT_FREE = 0.05
 
@@ -75,7 +79,7 @@ def suggest(
     draft = draft_of(source)
     refuse(source)
     given = _Given(draft, frozenset(source.overrides), gpus, gpu)
-    search = Search(GPUS[gpu].memory)
+    search = Search(given.limit)
     everywhere: Counter[tuple[str, str]] = Counter()
     for layout in given.layouts():
         search.layouts += 1
@@ -109,7 +113,12 @@ class _Given:
         self.pinned = pinned
         encoding = draft.world_size - draft.parallel.world_size
         self.gpus = gpus - encoding
-        self.machine: Values = {("hardware", "gpu"): gpu, ("hardware", "memory"): None}
+        self.machine: Values = {GPU: gpu}
+        if draft.hardware.gpu != gpu and MEMORY not in pinned:
+            self.machine[MEMORY] = None  # the given value is of another GPU
+        limit = memory_limit(self.plan({}))
+        assert limit is not None, "candidates name a GPU"
+        self.limit = limit
 
     def choices[T](self, key: Key, values: Sequence[T]) -> Sequence[T]:
         """`values`, or the given value if an override sets it."""
@@ -150,17 +159,18 @@ class _Given:
         layers = self.draft.sizes.num_hidden_layers
         if pp != parallel.pp and not self.pinned.intersection(SPLIT):
             values |= dict.fromkeys(SPLIT[:3]) | dict.fromkeys(SPLIT[3:], False)
-            values["parallel", "vpp"] = None
-            if layers % pp:
-                text = even_layout(layers, self.draft.num_mtp_layers, pp)
-                values["parallel", "pipeline_model_parallel_layout"] = text
+            values[VPP] = self.choices(VPP, [None])[0]
+            chunks = pp * (parallel.vpp_size if VPP in self.pinned else 1)
+            if layers % chunks:
+                values[LAYOUT] = even_layout(layers, self.draft.num_mtp_layers, chunks)
         # sharding the optimizer state sends as many bytes
         sharded = dp * cp > 1 or self.value(DISTRIBUTED)
         values[DISTRIBUTED] = self.choices(DISTRIBUTED, [sharded])[0]
         if parallel.dynamic_cp:
             *_, largest = (None, *cp_sizes(dp * cp, cp, parallel.dynamic_cp)[1:])
             values[DYNAMIC] = self.choices(DYNAMIC, [largest])[0]
-        rows = -(-self.plan(values).max_rows // (values.get(DYNAMIC) or cp))  # type: ignore[operator]
+        plan = self.plan(values)
+        rows = -(-plan.max_rows // (plan.parallel.dynamic_cp or cp))
         tokens = self.value(TOKENS)
         fitting = tokens if tokens >= rows else -(-rows // 256) * 256
         values[TOKENS] = self.choices(TOKENS, [fitting])[0]

@@ -25,7 +25,8 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
     except ValueError as error:
         raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
     console = Console()
-    search = suggest(path, overrides, gpus, gpu)
+    with Console(stderr=True).status("trying layouts"):
+        search = suggest(path, overrides, gpus, gpu)
     reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
     if search.too_large:
         reasons.append(f"{search.too_large} do not fit")
