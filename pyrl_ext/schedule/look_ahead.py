@@ -11,7 +11,7 @@ SPARE = 4
 
 @dataclass
 class LookAhead:
-    """Number of steps begin after a publish; for the run and for its simulation.
+    """Decides how many steps begin after a publish.
 
     Attributes:
         spare: steps in a row at which the next one was complete as well
@@ -24,7 +24,7 @@ class LookAhead:
 
         Args:
             begun: the first step that has not begun
-            complete: whether the groups from this step to another are all there
+            complete: true if the groups of a step are all there
         """
         most = step + ahead + 1
         if not complete(step):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pyrl_ext.metrics.glossary import described
@@ -17,8 +16,7 @@ from pyrl_ext.metrics.report import PHASES, phase_seconds
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.model.units import duration, size
-from pyrl_ext.plan.show import html
-from pyrl_ext.plan.show.html.charts import SERIES
+from pyrl_ext.plan.show.html.page import environment
 from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped
 from pyrl_ext.tools.report.events import alarms, events
 from pyrl_ext.tools.report.recorded import GAPS, Recorded, recorded
@@ -32,21 +30,15 @@ HERE = Path(__file__).parent
 
 def report_page(folders: Sequence[Folder]) -> str:
     """The page of one or more runs."""
-    environment = Environment(
-        loader=FileSystemLoader([HERE, Path(html.__file__).parent]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["duration"] = duration
+    templates = environment(HERE)
+    templates.filters["duration"] = duration
     found = charts([folder.columns for folder in folders])
     names = [folder.run.name for folder in folders]
     samples = [recorded(folder) for folder in folders]
     script = (HERE / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     phases, remarks = time_bars(folders)
-    return environment.get_template("report.html").render(
+    return templates.get_template("report.html").render(
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         folders=folders,
         names=names,
@@ -65,7 +57,6 @@ def report_page(folders: Sequence[Folder]) -> str:
         script=Markup(script),
         digest=Markup(digest),  # of the one script that may run; text of samples is escaped, too
         colours=COLOURS,
-        series=SERIES,
     )
 
 
