@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._op import refuses_first
 from pyrl_ext.ops.on_gpu import on_gpu
 
 
@@ -104,13 +106,7 @@ def refuse_device(tensor: Tensor, function: str) -> str | None:
 
 def refuses(function: str, *dtypes: torch.dtype) -> Callable[..., str | None]:
     """``refuse`` of a backend whose first argument has one of ``dtypes``; none given: any."""
-
-    def refuse(first: Tensor, *_: Any) -> str | None:
-        if dtypes and first.dtype not in dtypes:
-            return f"the first argument is {first.dtype}, expected one of {list(dtypes)}"
-        return refuse_device(first, function)
-
-    return refuse
+    return refuses_first("the first argument", dtypes, partial(refuse_device, function=function))
 
 
 def address(tensor: Tensor | None) -> int:

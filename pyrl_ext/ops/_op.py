@@ -5,7 +5,7 @@ live one layer up, in the functions that call operators.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,6 +26,25 @@ def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _accept(*args: Any) -> str | None:
     return None
+
+
+def refuses_first(
+    name: str, dtypes: Collection[torch.dtype], refuse_device: Callable[[torch.Tensor], str | None]
+) -> Callable[..., str | None]:
+    """``refuse`` of a backend that looks at its first argument alone.
+
+    Args:
+        name: of the argument, for messages
+        dtypes: that it may have; none given: any
+        refuse_device: why the backend cannot run on the argument's device, or None
+    """
+
+    def refuse(first: torch.Tensor, *_: Any) -> str | None:
+        if dtypes and first.dtype not in dtypes:
+            return f"{name} is {first.dtype}, expected one of {list(dtypes)}"
+        return refuse_device(first)
+
+    return refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._op import refuses_first
 from pyrl_ext.ops.on_gpu import on_gpu
 
 
@@ -22,13 +23,7 @@ def refuse_device(name: str, tensor: Tensor) -> str | None:
 
 def refuses(name: str, *dtypes: torch.dtype) -> Callable[..., str | None]:
     """``refuse`` of a backend whose first argument, ``name``, has one of ``dtypes``; none: any."""
-
-    def refuse(first: Tensor, *_: Any) -> str | None:
-        if dtypes and first.dtype not in dtypes:
-            return f"{name} is {first.dtype}, expected one of {list(dtypes)}"
-        return refuse_device(name, first)
-
-    return refuse
+    return refuses_first(name, dtypes, partial(refuse_device, name))
 
 
 def power_of_two(n: int) -> int:
