@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -326,6 +327,14 @@ class Counting:
         self.number += 1
         observation = self.observation.format(self.number)
         return StepResult(observation, self.number / 4, self.number == self.turns)
+
+
+class Delayed(Counting):
+    """Answers after a time that differs from call to call."""
+
+    async def step(self, tokens: list[int], text: str) -> Any:
+        await asyncio.sleep(random.SystemRandom().random() / 20)
+        return super().step(tokens, text)
 
 
 class Echoing(Counting):

@@ -90,6 +90,22 @@ def test_answer_does_not_depend_on_other_turns(slots: int, monkeypatch: pytest.M
         equal(sample, expected[key])
 
 
+def test_answer_prefills_equal_contexts_once_in_any_order():
+    model = random_model(GLM)
+    engine = engine_of(model, GLM)
+    prompts = prompts_of([4, 7], 128)
+    turns = first_turns(prompts, 2, 3)
+    feed = ScriptedFeed(turns[::2] + turns[1::2], lambda sample: None)
+    with computed(engine) as shapes:
+        samples = list(answers(engine, feed, Sampling(3)))
+    assert shapes[0] == (2, 7) and len(samples) == 4
+    for sample in samples:
+        assert sample.tokens[: sample.prompt_len].tolist() == list(
+            prompts[sample.prompt_id == prompts[1].id].tokens
+        )
+        assert_matches_plain(model, sample.check(), Sampling(3))
+
+
 def test_answer_fills_a_row_to_its_last_place():
     """One context leaves room for its turn alone, next to one whose observation is longer."""
     model = random_model(GLM)

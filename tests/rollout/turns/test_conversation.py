@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from pyrl_ext.data.environment import Context
 from pyrl_ext.samples import Sample
 from tests.helpers.conversations import EOS, TOKENIZER, hold, reason, three_then_stop, trained
-from tests.helpers.environments import Counting, Echoing, Forking, told
+from tests.helpers.environments import Counting, Delayed, Echoing, Forking, told
 from tests.helpers.scripted import ScriptedEngine
 
 
@@ -167,6 +168,26 @@ def test_converse_does_not_depend_on_what_runs_together(together: int):
     other, _ = hold(Counting, ScriptedEngine(three_then_stop, together), 5, 3)
     assert one.keys() == other.keys()
     assert all(same(trained(one[k]), trained(other[k])) for k in one)
+
+
+def slowly(prompt: int, index: int, place: int) -> int:
+    time.sleep(0.01)
+    return three_then_stop(prompt, index, place)
+
+
+@pytest.mark.parametrize(
+    ("environment", "script"), [(Delayed, three_then_stop), (Counting, slowly)]
+)
+def test_converse_in_waves_begins_turns_in_an_order_that_time_does_not_change(
+    environment: Any, script: Any
+):
+    """Every trajectory has its turn before any has the next one: with slow environments, and with
+    an engine that is slower than they are."""
+    engine = ScriptedEngine(script, together=3)
+    conversations, _ = hold(environment, engine, prompts=4, size=2, in_waves=True)
+    assert all(len(trained(each)) == 1 for each in conversations.values())
+    order = [(turn.number, turn.prompt.id, turn.index) for turn in engine.turns]
+    assert order == sorted(order) and len(order) == 4 * 2 * 3
 
 
 def same(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
