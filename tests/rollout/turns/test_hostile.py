@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.plan.schema.turns import REASONS
-from tests.helpers.conversations import hold, reason
+from pyrl_ext.samples import Prompt
+from tests.helpers.conversations import carrying, hold, reason
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.environments import (
     ENDS_WORKER,
     HOSTILE,
@@ -20,7 +23,9 @@ from tests.helpers.environments import (
     GoodAsync,
     HugeInfo,
     Prints,
+    Spins,
     Waits,
+    host,
 )
 
 GOOD: list[type[Good]] = [
@@ -91,3 +96,21 @@ def test_calls_are_made_again_as_often_as_retries_say(kind: type[FailsTwice], re
     found, feed = hold(kind, prompts=1, size=1, retries=retries)
     assert (found[0, 0].samples is not None) == (retries == 2)
     assert feed.counts["retries"] == retries
+
+
+def test_a_worker_with_a_call_that_cannot_be_stopped_gets_no_new_environments():
+    pool = Pool("turns.environment: 'test'", host)
+    prompt = Prompt(0, (30, 40))
+    stuck = pool.owner()
+    other = pool.owner()
+    try:
+        pool.submit("start", [(carrying(prompt, Spins),)], DEADLINE, stuck)[0].result()
+        with pytest.raises(CallFailed, match=r"no result after 0\.1 s"):
+            pool.submit("step", [([1], "a")], 0.1, stuck)[0].result()
+        worker = pool._of_owner[stuck]
+        pool.submit("start", [(carrying(prompt, Good),)], DEADLINE, other)[0].result()
+        assert pool._of_owner[other] is not worker
+        pool.release(stuck)
+        assert worker.process.wait(DEADLINE) != 0
+    finally:
+        pool.close()
