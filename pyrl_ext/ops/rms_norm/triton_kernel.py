@@ -22,9 +22,9 @@ def rms_norm_fwd_kernel(
     inside = (n < N) & (c < W)
     v = tl.load(x + n // heads * row + n % heads * head + c, inside, other=0).to(tl.float32)
     s = 1 / tl.sqrt(tl.sum(v * v, 1, keep_dims=True) / W + eps)
+    tl.store(scale + n, s, n < N)  # here: later, its address would have to be spilled
     w = tl.load(weight + c, c < W, other=0).to(tl.float32)
     tl.store(out + n * W + c, (v * s * w).to(out.dtype.element_ty), inside)
-    tl.store(scale + n, s, n < N)
 
 
 @triton.jit(do_not_specialize=["N", "span"])
@@ -48,12 +48,14 @@ def rms_norm_bwd_kernel(
     p = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)[None, :]
     total = tl.zeros((TALL, WIDE), tl.float32)
-    for start in range(0, span, TALL):
-        n = p * span + start + tl.arange(0, TALL)[:, None]
-        inside = (n < N) & (c < W)
+    first = p * span
+    last = tl.minimum(first + span, N)
+    for start in range(first, last, TALL):
+        n = start + tl.arange(0, TALL)[:, None]
+        inside = (n < last) & (c < W)
         v = tl.load(x + n // heads * row + n % heads * head + c, inside, other=0).to(tl.float32)
         g = tl.load(grad + n * W + c, inside, other=0).to(tl.float32)
-        s = tl.load(scale + n, n < N, other=0)
+        s = tl.load(scale + n, n < last, other=0)
         v = v * s
         total += g * v
         g *= tl.load(weight + c, c < W, other=0).to(tl.float32)  # again: it would take registers
