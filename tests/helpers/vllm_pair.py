@@ -62,8 +62,8 @@ class Pair:
         self.hf = HFEngine(config, scale=scale)
         self.vllm = VLLMEngine(
             config,
-            num_experts=8 if self.hf.layer_ids else 0,
-            layer_ids=self.hf.layer_ids,
+            num_experts=8 if self.hf.routed.layer_ids else 0,
+            layer_ids=self.hf.routed.layer_ids,
             max_tokens=256,
             max_num_seqs=16,
             engine_routes=engine_routes,
@@ -124,7 +124,7 @@ class Pair:
             mine = logprobs.gather(1, sample.tokens[1:, None])[:, 0]
             gap = (mine - sample.rollout_logprobs[1:])[sample.loss_mask[1:]]
             worst = max(worst, gap.abs().max().item())
-            if not self.hf.layer_ids:
+            if not self.hf.routed.layer_ids:
                 assert sample.check().routes is None
                 continue
             has = sample.route_mask

@@ -34,8 +34,8 @@ def started(config: Path, hf: HFEngine, lora: Lora, **more: Any) -> VLLMEngine:
     """vLLM, which prefills long prompts in parts."""
     return VLLMEngine(
         config,
-        num_experts=8 if hf.layer_ids else 0,
-        layer_ids=hf.layer_ids,
+        num_experts=8 if hf.routed.layer_ids else 0,
+        layer_ids=hf.routed.layer_ids,
         max_tokens=256,
         max_num_seqs=16,
         lora=lora,

@@ -424,7 +424,7 @@ def test_generate_equals_transformers_for_other_families(config: dict[str, Any],
     sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
     samples = pair.vllm.generate(prompts(5, 33, 150), sampling)
     worst, routed = pair.check(samples, sampling)
-    assert worst < 1e-4 and (routed > 500 or not pair.hf.layer_ids)
+    assert worst < 1e-4 and (routed > 500 or not pair.hf.routed.layer_ids)
     pair.vllm.close()
 
 
@@ -647,7 +647,7 @@ def test_train_ends_at_a_broken_publish(kind: str, tmp_path: Path):
 
 def served(model: str) -> VLLMEngine:
     """Built in another process, with a process for each half of the model."""
-    layers = HFEngine(CONFIGS / model).layer_ids
+    layers = HFEngine(CONFIGS / model).routed.layer_ids
     return VLLMEngine(
         CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_num_seqs=16, tp=2
     )

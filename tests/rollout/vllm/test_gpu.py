@@ -37,7 +37,7 @@ def engines():
     vllm = VLLMEngine(
         MODEL,
         num_experts=8,
-        layer_ids=hf.layer_ids,
+        layer_ids=hf.routed.layer_ids,
         dtype="bfloat16",
         max_tokens=128,
         gpu_memory_utilization=0.2,
