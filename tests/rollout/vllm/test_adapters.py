@@ -30,7 +30,9 @@ pytestmark = pytest.mark.vllm
 DENSE = Lora(rank=4, alpha=6, experts="none")
 
 
-def started(config: Path, hf: HFEngine, lora: Lora, **more: Any) -> VLLMEngine:
+def started(
+    config: Path, hf: HFEngine, lora: Lora, dtype: str = "float32", **more: Any
+) -> VLLMEngine:
     """vLLM, which prefills long prompts in parts."""
     return VLLMEngine(
         config,
@@ -39,6 +41,7 @@ def started(config: Path, hf: HFEngine, lora: Lora, **more: Any) -> VLLMEngine:
         max_tokens=256,
         max_num_seqs=16,
         lora=lora,
+        dtype=dtype,
         options={"max_num_batched_tokens": 64} | more,
     )
 
@@ -98,14 +101,15 @@ def test_adapters_that_the_build_cannot_apply_are_refused():
 def test_adapters_that_latent_attention_reads_past_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """On a CPU its kernel takes one shape only, and our engine switches it off unless told."""
+    """On a CPU its kernel takes one shape only (bfloat16 where AMX is), and our engine switches it
+    off unless told."""
     wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
     hf = json.loads((CONFIGS / "tiny/config.json").read_text()) | wide
     (tmp_path / "config.json").write_text(json.dumps(hf))
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     envs.disable_envs_cache()  # an engine that started keeps what it read
     with pytest.raises(ValueError, match="4 adapters that vLLM would not apply") as refused:
-        started(tmp_path, HFEngine(tmp_path), DENSE)
+        started(tmp_path, HFEngine(tmp_path), DENSE, "bfloat16")
     envs.disable_envs_cache()
     message = "layers.0.self_attn.kv_b_proj: vLLM's latent attention reads its weight"
     assert message in str(refused.value)
