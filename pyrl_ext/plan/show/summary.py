@@ -120,6 +120,8 @@ class Summary:
             return Verdict("plain", "time", "not estimated: hardware.gpu names no GPU")
         took = f"about {duration(self.time.total)} a step on {self.plan.world_size}"
         mfu = f"MFU of the update {self.time.mfu:.0%} (estimated)"
+        if self.plan.remote_engines and self.plan.rollout.ahead:
+            mfu += "; phases are added up, rollout.ahead overlaps them"
         return Verdict("plain", "time", f"{took} {self.plan.hardware.gpu}, {mfu}")
 
     def _runs(self) -> Verdict:
