@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypedDict
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pyrl_ext.data.files import Broken, cut
 
@@ -44,37 +46,44 @@ def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:
     return _apply(messages, tokenizer, tokenize=False, add_generation_prompt=generate)
 
 
+_NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class _TextPart(TypedDict):
+    type: Literal["text"]
+    text: _NonEmpty
+
+
+class _ImagePart(TypedDict):
+    type: Literal["image"]
+    image: Any
+
+
+class _Message(TypedDict):
+    role: _NonEmpty
+    content: _NonEmpty | Annotated[list[_TextPart | _ImagePart], Field(min_length=1)]
+
+
+_MESSAGES = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
+
+
 def check_messages(messages: Any, tokenizer: Tokenizer) -> None:
     """Refuse what is no conversation, and any if the tokenizer has no template. Raises: Broken.
 
     Content is a text, or a list of parts: {"type": "text", "text": ...} and {"type": "image",
     "image": ...}.
     """
-    rule = 'a non-empty list of {"role": text, "content": non-empty text or parts}'
-    if not isinstance(messages, list) or not messages:
-        raise Broken(f"messages {cut(messages)}", rule)
-    for number, message in enumerate(messages):
-        role, content = (
-            (message.get("role"), message.get("content")) if isinstance(message, dict) else (0, 0)
-        )
-        if not (isinstance(role, str) and role and _is_content(content)):
-            raise Broken(f"messages[{number}] {cut(message)}", rule)
+    try:
+        _MESSAGES.validate_python(messages, strict=True)
+    except ValidationError as error:
+        place = error.errors()[0]["loc"]
+        fault = f"messages {cut(messages)}"
+        if place:
+            fault = f"messages[{place[0]}] {cut(messages[place[0]])}"
+        rule = 'a non-empty list of {"role": text, "content": non-empty text or parts}'
+        raise Broken(fault, rule) from None
     if not tokenizer.chat_template:
         raise Broken("messages, but the tokenizer has no chat template", "a tokenizer with one")
-
-
-def _is_content(content: Any) -> bool:
-    """A non-empty text, or a non-empty list of such texts and of images."""
-    if not isinstance(content, list):
-        return isinstance(content, str) and bool(content)
-    parts = [part if isinstance(part, dict) else {} for part in content]
-    return bool(parts) and all(
-        "image" in part if part.get("type") == "image" else _is_text(part) for part in parts
-    )
-
-
-def _is_text(part: dict[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str) and bool(part["text"])
 
 
 def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

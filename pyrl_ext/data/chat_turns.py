@@ -11,7 +11,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.environment import Context, StepResult
@@ -22,7 +25,6 @@ from pyrl_ext.prompt import Prompt
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 _MARK = "x"  # the assistant's answer in conversations that are rendered to see what follows it
 
 
@@ -93,12 +95,8 @@ class ChatTurns:
         whole = self._text([*self._begin, *messages], True)
         if not whole.startswith(self._known):
             raise ValueError(_differs(str(messages[0].get("role")), self._known, whole))
-        end = (
-            self._end[1:]
-            if stopped and self._end[:1] in ([i] for i in self.stop_ids)
-            else self._end
-        )
-        return [*end, *self._ids(whole[len(self._known) :])]
+        ends = stopped and self._end and self._end[0] in self.stop_ids
+        return self._end[1 if ends else 0 :] + self._ids(whole[len(self._known) :])
 
     def _text(self, messages: list[Message], generate: bool) -> str:
         options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
@@ -175,10 +173,10 @@ class Tools:
         reward: str | None = None,
         forks: bool = False,
     ):
-        found = [load_callable("turns.options.tools", name) for name in tools]
-        self.tools = {function.__name__: function for function in found}
+        functions = [load_callable("turns.options.tools", name) for name in tools]
+        self.tools = {function.__name__: function for function in functions}
         self.reward = load_callable("turns.options.reward", reward) if reward else exact_match
-        schemas = [schema(each) for each in found]
+        schemas = [schema(function) for function in functions]
         self.chat = ChatTurns(tokenizer, stop_ids, schemas, self.role, forks)
 
     def start(self, prompt: Prompt) -> Context:
@@ -230,24 +228,13 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         ValueError: a parameter without a type that JSON has
     """
-    hints = get_type_hints(function)
-    properties = dict[str, Any]()
-    required = list[str]()
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind = hints.get(name)
-        if get_origin(kind) is Literal:
-            properties[name] = {"type": "string", "enum": list(get_args(kind))}
-        elif (kind := get_origin(kind) or kind) in _TYPES:
-            properties[name] = {"type": _TYPES[kind]}
-        else:
-            types = ", ".join(each.__name__ for each in _TYPES)
-            raise ValueError(
-                f"turns.options.tools: {function.__name__}({name}): type {kind}, expected one of "
-                f"{types}, or Literal texts"
-            )
-        if parameter.default is inspect.Parameter.empty:
-            required.append(name)
+    try:
+        parameters = TypeAdapter[Any](cast(Any, function)).json_schema()
+    except PydanticUserError as error:
+        fault = f"{function.__name__}: {error.message.partition('. ')[0]}"
+        raise ValueError(f"turns.options.tools: {fault}, expected types that JSON has") from None
+    for parameter in parameters.get("properties", {}).values():
+        del parameter["title"]  # its name again
     about = (inspect.getdoc(function) or "").partition("\n")[0]
-    parameters = {"type": "object", "properties": properties, "required": required}
     described = {"name": function.__name__, "description": about, "parameters": parameters}
     return {"type": "function", "function": described}

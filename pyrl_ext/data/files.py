@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -51,44 +52,49 @@ def open_records(path: str | Path) -> Records:
         DataError: there is no such file, or it is of another kind
     """
     path = Path(path)
-    if path.is_dir():
-        raise DataError(f"{path}: a folder, expected a .jsonl or .parquet file")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file, expected a .jsonl or .parquet file")
-    if path.suffix == ".jsonl":
-        return JsonLines(path)
-    if path.suffix == ".parquet":
-        return ParquetRows(path)
-    raise DataError(f"{path}: suffix {path.suffix!r}, expected .jsonl or .parquet")
+    kinds: dict[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".parquet": ParquetRows}
+    if path.suffix not in kinds or not path.is_file():
+        fault = "a folder" if path.is_dir() else "no such file"
+        if path.is_file():
+            fault = f"suffix {path.suffix!r}"
+        raise DataError(f"{path}: {fault}, expected a .jsonl or .parquet file")
+    return kinds[path.suffix](path)
 
 
 class JsonLines:
-    """Records of a .jsonl file; memory holds where each begins, 24 bytes a record."""
+    """Records of a .jsonl file; memory holds the place of each."""
 
     def __init__(self, path: Path):
         self.path = path
-        spans = []
-        at = 0
+        self._spans = list[tuple[int, int, int]]()  # line, first byte, bytes
+        start = 0
         with path.open("rb") as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
-                    spans.append((line, at, len(text)))
-                at += len(text)
-        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3)
+                    self._spans.append((line, start, len(text)))
+                start += len(text)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def where(self, number: int) -> str:
         """See `Records.where`."""
-        return f"{self.path}:{self._spans[number, 0]}"
+        return f"{self.path}:{self._spans[number][0]}"
 
     def read(self, number: int) -> Any:
         """See `Records.read`."""
-        _, start, size = self._spans[number].tolist()
+        _, start, size = self._spans[number]
         with self.path.open("rb") as file:
             file.seek(start)
-            return _parse(file.read(size).removesuffix(b"\n"))
+            line = file.read(size).removesuffix(b"\n")
+        try:
+            record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+            if b"\\u" in line:  # the escape of half a character is valid JSON
+                json.dumps(record, ensure_ascii=False).encode("utf-8")
+            return record
+        except (ValueError, RecursionError) as error:
+            rule = "one JSON object a line, in UTF-8"
+            raise Broken(f"{type(error).__name__}: {error}", rule) from None
 
 
 class ParquetRows:
@@ -103,14 +109,14 @@ class ParquetRows:
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path}: {error}, expected a parquet file") from error
-        facts = self._file.metadata
-        sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
-        self._starts = np.cumsum([0, *sizes])
-        self._held = -1
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = [0, *accumulate(sizes)]
+        self._group = -1
         self._rows = pyarrow.table({})
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def where(self, number: int) -> str:
         """See `Records.where`."""
@@ -119,64 +125,39 @@ class ParquetRows:
     def read(self, number: int) -> Any:
         """See `Records.read`; a column that a row does not use is null, the same as an absent
         field."""
-        group = int(np.searchsorted(self._starts, number, side="right")) - 1
-        if group != self._held:
-            # two would be in memory
-            self._held = -1
-            self._rows = pyarrow.table({})
+        group = bisect_right(self._starts, number) - 1
+        if group != self._group:
+            self._rows = pyarrow.table({})  # two row groups would be in memory
+            self._group = -1
             try:
                 self._rows = self._file.read_row_group(group)
             except (pyarrow.ArrowException, OSError) as error:
                 reason = " ".join(str(error).split())
                 raise Broken(f"row group {group}: {reason}", "one that can be read") from None
-            self._held = group
-        (row,) = self._rows.slice(number - int(self._starts[group]), 1).to_pylist()
+            self._group = group
+        (row,) = self._rows.slice(number - self._starts[group], 1).to_pylist()
         return {name: value for name, value in row.items() if value is not None}
 
 
-def refuse(path: Path, problems: Sequence[str], records: int, broken: int | None = None) -> None:
+def refuse(path: Path, problems: Sequence[str], records: int, broken: int) -> None:
     """Raise `DataError` if there are ``problems``, or no ``records`` at all.
 
     Args:
-        problems: of records, one a record; at least as many as are shown
+        problems: of records, one a record; at least the number that is shown
         records: number of records in the file
-        broken: number of records with problems; None: as many as ``problems``
+        broken: number of records with problems
     """
-    broken = len(problems) if broken is None else broken
     if broken:
-        shown = problems[:SHOWN_PROBLEMS]
-        more = [f"and {broken - len(shown)} more"] if broken > len(shown) else []
-        raise DataError(
-            f"{path}: {broken} of {records} records cannot be used\n  "
-            + "\n  ".join([*shown, *more])
-        )
+        lines = [f"{path}: {broken} of {records} records cannot be used"]
+        lines += [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+        if broken > SHOWN_PROBLEMS:
+            lines.append(f"  and {broken - SHOWN_PROBLEMS} more")
+        raise DataError("\n".join(lines))
     if not records:
         raise DataError(f"{path}: no records, expected at least one")
 
 
-def _parse(line: bytes) -> Any:
-    rule = "one JSON object a line"
-    try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_distinct)
-        if b"\\u" in line:  # the escape of half a character is valid JSON
-            json.dumps(record, ensure_ascii=False).encode("utf-8")
-        return record
-    except UnicodeDecodeError as error:
-        raise Broken(
-            f"byte {line[error.start]:#04x} at column {error.start + 1}", "UTF-8"
-        ) from None
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise Broken(f"{half!r}, a lone surrogate", "whole Unicode characters") from None
-    except json.JSONDecodeError as error:
-        raise Broken(f"{error.msg.removesuffix(' at')} at column {error.colno}", rule) from None
-    except RecursionError:
-        raise Broken("objects or lists nested too deeply to read", rule) from None
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise Broken(str(error).partition(";")[0], "a shorter number, or a text") from None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -17,7 +17,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image as PIL
 from torch import Tensor
@@ -97,7 +96,7 @@ class ImageReader:
     """
 
     def __init__(self, folder: str | Path, beside: str | Path, token: int):
-        self.beside = Path(beside)
+        self.folder = Path(beside)
         self.token = token
         self._processor = _load(folder)
         self.patches = lru_cache(8)(self._patches)  # prompts are often asked again
@@ -105,46 +104,15 @@ class ImageReader:
     @property
     def scale(self) -> Scale:
         """The factor and offset that the processor applies to a patch after cutting it."""
-        each = self._processor.patch_size**2 * getattr(self._processor, "temporal_patch_size", 1)
-        mean, std = (
-            np.repeat(np.asarray(value, np.float64), each)
-            for value in (self._processor.image_mean, self._processor.image_std)
-        )
-        factor = self._processor.rescale_factor / std
-        return Scale(*(torch.from_numpy(x.astype(np.float32)) for x in (factor, -mean / std)))
+        processor = self._processor
+        repeats = processor.patch_size**2 * getattr(processor, "temporal_patch_size", 1)
+        mean = torch.tensor(processor.image_mean, dtype=torch.float64).repeat_interleave(repeats)
+        std = torch.tensor(processor.image_std, dtype=torch.float64).repeat_interleave(repeats)
+        return Scale((processor.rescale_factor / std).float(), (-mean / std).float())
 
-    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[Placed]]:
-        """The tokens with as many placeholders as each image has rows, and the images.
-
-        Args:
-            tokens: with one placeholder for each image, in order.
-            images: as `images_of` finds them in messages.
-
-        Raises: Broken.
-        """
-        if (found := sum(t == self.token for t in tokens)) != len(images):
-            raise Broken(
-                f"{found} image placeholders (token {self.token}) for {len(images)} images",
-                "one for each; no text may hold the placeholder",
-            )
-        expanded: list[int] = []
-        placed: list[Placed] = []
-        rest = iter(enumerate(images))
-        for token in tokens:
-            if token != self.token:
-                expanded.append(token)
-                continue
-            number, given = next(rest)
-            try:
-                each = self._placed(given, len(expanded))
-            except Broken as broken:
-                raise Broken(f"image {number}: {broken.args[0]}", broken.args[1]) from None
-            placed.append(each)
-            expanded += [self.token] * each.rows
-        return expanded, placed
-
-    def _placed(self, given: Any, row: int) -> Placed:
-        source = self._source(given)
+    def placed(self, image_part: Any, row: int) -> Placed:
+        """An image whose first token is ``row``, as `images_of` finds it. Raises: Broken."""
+        source = self._source(image_part)
         with _opened(source) as image:
             width, height = image.size
             if not _has_its_end(source, image.format or ""):
@@ -159,22 +127,20 @@ class ImageReader:
         """Rows of the language model that so many patches become."""
         return patches // self._processor.merge_size**2
 
-    def _source(self, given: Any) -> Path | bytes:
-        rule = "a path, bytes, or data:image/...;base64,..."
-        if isinstance(given, dict):  # as datasets write it into Parquet
-            given = given.get("bytes") or given.get("path")
-        if isinstance(given, bytes):
-            return given
-        if not isinstance(given, str) or not given:
-            raise Broken(f"{cut(given)}", rule)
-        if given.startswith("data:"):
-            try:
-                return base64.b64decode(given.partition(";base64,")[2], validate=True)
-            except binascii.Error as error:
-                raise Broken(f"{given[:40]}...: {error}", rule) from None
-        if "://" in given:
-            raise Broken(f"{cut(given)}", f"{rule}; nothing is fetched")
-        return self.beside / given
+    def _source(self, image: Any) -> Path | bytes:
+        rule = "a path, bytes, or data:image/...;base64,...; nothing is fetched"
+        if isinstance(image, dict):  # as datasets write it into Parquet
+            image = image.get("bytes") or image.get("path")
+        if isinstance(image, bytes):
+            return image
+        if not isinstance(image, str) or not image or "://" in image:
+            raise Broken(cut(image), rule)
+        if not image.startswith("data:"):
+            return self.folder / image
+        try:
+            return base64.b64decode(image.partition(";base64,")[2], validate=True)
+        except binascii.Error as error:
+            raise Broken(f"{image[:40]}...: {error}", rule) from None
 
     def _patches(self, source: Path | bytes) -> tuple[tuple[int, int, int], Tensor]:
         """(patches in time, height and width; [P, width] uint8)."""
@@ -184,6 +150,42 @@ class ImageReader:
         (grid,) = found["image_grid_thw"].tolist()
         patches = found["pixel_values"].flatten(1)
         return tuple(grid), patches.to(torch.uint8)
+
+
+def place(
+    reader: ImageReader | None, tokens: list[int], images: Sequence[Any]
+) -> tuple[list[int], list[Placed]]:
+    """The tokens with a placeholder for each row of each image, and the images.
+
+    Args:
+        reader: None: the model takes no images.
+        tokens: with one placeholder for each image, in order.
+        images: as `images_of` finds them in messages.
+
+    Raises: Broken.
+    """
+    if reader is None:
+        if images:
+            raise Broken(f"{len(images)} images in messages", "text; the model has no image token")
+        return tokens, []
+    if (count := tokens.count(reader.token)) != len(images):
+        raise Broken(
+            f"{count} image placeholders (token {reader.token}) for {len(images)} images",
+            "one for each; no text may hold the placeholder",
+        )
+    expanded: list[int] = []
+    placed: list[Placed] = []
+    for token in tokens:
+        if token != reader.token:
+            expanded.append(token)
+            continue
+        number = len(placed)
+        try:
+            placed.append(reader.placed(images[number], len(expanded)))
+        except Broken as broken:
+            raise Broken(f"image {number}: {broken.args[0]}", broken.args[1]) from None
+        expanded += [token] * placed[-1].rows
+    return expanded, placed
 
 
 def images_of(messages: Sequence[Any]) -> list[Any]:
@@ -201,19 +203,16 @@ def images_of(messages: Sequence[Any]) -> list[Any]:
 def _load(folder: str | Path) -> Any:
     from transformers import AutoImageProcessor
 
-    rule = "a preprocessor_config.json whose processor runs here"
+    where = f"image processor {folder}"
     try:
         loaded: Any = AutoImageProcessor.from_pretrained(
             str(folder), local_files_only=True, backend="pil"
         )
     except Exception as error:
-        raise DataError(
-            f"image processor {folder}: {type(error).__name__}: {error}, expected {rule}"
-        ) from error
+        rule = "a preprocessor_config.json whose processor runs here"
+        raise DataError(f"{where}: {type(error).__name__}: {error}, expected {rule}") from error
     if not (loaded.do_rescale and loaded.do_normalize):
-        raise DataError(
-            f"image processor {folder}: does not scale to [0, 1] and normalize, expected both"
-        )
+        raise DataError(f"{where}: does not scale to [0, 1] and normalize, expected both")
     return loaded
 
 
@@ -239,27 +238,24 @@ def _has_its_end(source: Path | bytes, kind: str) -> bool:
 
 def _opened(source: Path | bytes) -> PIL.Image:
     """An image whose header was read, and no more."""
-    if isinstance(source, Path):
-        if not source.is_file():
-            raise Broken(f"{source}: no such file", "an image file")
-        size = source.stat().st_size
-        file = source
-    else:
-        size = len(source)
-        file = io.BytesIO(source)
+    if isinstance(source, Path) and not source.is_file():
+        raise Broken(f"{source}: no such file", "an image file")
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
     if size > MAX_BYTES:
         raise Broken(f"{size:,} bytes", f"at most {MAX_BYTES:,}")
+    file = source if isinstance(source, Path) else io.BytesIO(source)
+    most = f"at most {MAX_PIXELS:,} pixels"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PIL.DecompressionBombWarning)  # our bound is below
             image = PIL.open(file, formats=FORMATS)
     except PIL.DecompressionBombError as error:
-        raise Broken(f"{error}", f"at most {MAX_PIXELS:,} pixels") from None
+        raise Broken(f"{error}", most) from None
     except OSError as error:
         raise Broken(f"{error}", f"an image ({', '.join(FORMATS)})") from None
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise Broken(f"{width} x {height} pixels", f"at most {MAX_PIXELS:,} pixels")
+        raise Broken(f"{width} x {height} pixels", most)
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise Broken(f"{frames} frames", "an image of one")
     return image

@@ -18,7 +18,7 @@ from PIL import Image as PIL
 
 from pyrl_ext.data.chat import Tokenizer, check_known, render
 from pyrl_ext.data.files import Broken
-from pyrl_ext.data.images import ImageReader
+from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.data.tasks import DRAWS, credit, draw_split
 from pyrl_ext.plan.task_options import CELL, COLOURS, PICTURES, PictureOptions, read_options
 from pyrl_ext.samples import Prompt
@@ -32,34 +32,20 @@ _PALETTE = {
     "magenta": (210, 50, 210),
     "white": (240, 240, 240),
 }
-# 5 rows of 3
-_DIGITS = (
-    "111101101101111",
-    "010110010010111",
-    "111001111100111",
-    "111001111001111",
-    "101101111001001",
-    "111100111001111",
-    "111100111101111",
-    "111001010010010",
-    "111101111101111",
-    "111101111001111",
-)
-_SCALE = 2  # pixels of a digit's dot
 
 
-class Mark(NamedTuple):
-    """A square or a digit in a picture.
+class Square(NamedTuple):
+    """A square in a picture.
 
     Args:
         top, left: its corner [pixels]
-        shape: its rows, a 1 for each pixel that is painted
+        size: of its sides [pixels]
         colour: name of its colour
     """
 
     top: int
     left: int
-    shape: tuple[str, ...]
+    size: int
     colour: str
 
 
@@ -68,13 +54,13 @@ class Scene(NamedTuple):
 
     Args:
         answer: to the question
-        ground: grey level around the marks
-        marks: in any order; they do not overlap
+        ground: grey level around the squares
+        squares: in any order; they do not overlap
     """
 
     answer: str
     ground: int
-    marks: tuple[Mark, ...]
+    squares: tuple[Square, ...]
 
 
 def draw_scene(options: PictureOptions, draw: random.Random) -> Scene:
@@ -83,31 +69,19 @@ def draw_scene(options: PictureOptions, draw: random.Random) -> Scene:
     number = draw.randrange(options.answers)
     if options.ask == "colour":
         colour = COLOURS[number]
-        mark = _square(draw, colour, options.size, (0, 0))
-        return Scene(colour[0], ground, (mark,))
-    if options.ask == "digit":
-        shape = _digit(number)
-        top = draw.randrange(options.size - len(shape) + 1)
-        left = draw.randrange(options.size - len(shape[0]) + 1)
-        return Scene(str(number), ground, (Mark(top, left, shape, draw.choice(COLOURS)),))
+        return Scene(colour[0], ground, (_square(draw, colour, options.size, (0, 0)),))
     side = options.size // CELL
-    cells = draw.sample(
-        [(y * CELL, x * CELL) for y in range(side) for x in range(side)], number + 1
-    )
-    marks = tuple(_square(draw, draw.choice(COLOURS), CELL, corner) for corner in sorted(cells))
-    return Scene(str(len(marks)), ground, marks)
+    corners = [(y * CELL, x * CELL) for y in range(side) for x in range(side)]
+    cells = sorted(draw.sample(corners, number + 1))
+    squares = tuple(_square(draw, draw.choice(COLOURS), CELL, corner) for corner in cells)
+    return Scene(str(len(squares)), ground, squares)
 
 
-def _square(draw: random.Random, colour: str, within: int, corner: tuple[int, int]) -> Mark:
+def _square(draw: random.Random, colour: str, within: int, corner: tuple[int, int]) -> Square:
     """A square of half to all of a cell's size, somewhere in a square of ``within`` pixels."""
     size = draw.randrange(CELL // 2, CELL)
     top, left = (start + draw.randrange(within - size + 1) for start in corner)
-    return Mark(top, left, ("1" * size,) * size, colour)
-
-
-def _digit(number: int) -> tuple[str, ...]:
-    rows = [_DIGITS[number][at : at + 3] for at in range(0, 15, 3)]
-    return tuple("".join(dot * _SCALE for dot in row) for row in rows for _ in range(_SCALE))
+    return Square(top, left, size, colour)
 
 
 def paint(scene: Scene, size: int, noise: int) -> np.ndarray:
@@ -118,9 +92,8 @@ def paint(scene: Scene, size: int, noise: int) -> np.ndarray:
         noise: largest change of a number
     """
     picture = np.full((size, size, 3), scene.ground, np.int16)
-    for top, left, shape, colour in scene.marks:
-        where = np.array([[dot == "1" for dot in row] for row in shape])
-        picture[top : top + len(where), left : left + where.shape[1]][where] = _PALETTE[colour]
+    for top, left, side, colour in scene.squares:
+        picture[top : top + side, left : left + side] = _PALETTE[colour]
     at_random = np.frombuffer(shake_256(repr(scene).encode()).digest(picture.size), np.uint8)
     picture += (at_random.reshape(picture.shape) % (2 * noise + 1)).astype(np.int16) - noise
     return picture.clip(0, 255).astype(np.uint8)
@@ -149,9 +122,9 @@ class Pictures:
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ):
-        found = read_options(PICTURES, options or {})
-        assert isinstance(found, PictureOptions)
-        self.options = found
+        read = read_options(PICTURES, options or {})
+        assert isinstance(read, PictureOptions)
+        self.options = read
         self.tokenizer = tokenizer
         self.reader = reader
         self.eos_id = eos_id
@@ -208,7 +181,7 @@ class Pictures:
             {"type": "text", "text": f"{self.options.ask}?"},
         ]
         text = render([{"role": "user", "content": parts}], self.tokenizer, generate=True)
-        tokens, images = self.reader.place(self._encode(text), [file.getvalue()])
+        tokens, images = place(self.reader, self._encode(text), [file.getvalue()])
         return Prompt(number, tuple(tokens), scene.answer, text, images=tuple(images))
 
     def _encode(self, text: str) -> list[int]:

@@ -35,18 +35,16 @@ class Source:
     Args:
         prompts:  ``take(step, n)`` and ``held_out(n)``.
         reward:   (prompt, text, tokens) -> number.
-        decode:   token ids -> text.
-        stop_ids: tokens that end a response.
         tokenizer: of the model.
+        stop_ids: tokens that end a response.
         environments: worker processes of the environment, which gives rewards; None: `reward`
             does.
     """
 
     prompts: Task | Pictures | PromptSource
     reward: Reward | WorkerReward
-    decode: Callable[[list[int]], str]
+    tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    tokenizer: Tokenizer | None = None
     environments: Pool | None = None
 
     def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
@@ -55,7 +53,7 @@ class Source:
             score,
             prompts=prompts,
             reward=self.reward,
-            decode=self.decode,
+            decode=self.tokenizer.decode,
             stop_ids=self.stop_ids,
         )
 
@@ -121,7 +119,7 @@ def build_source(plan: Plan) -> Source:
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
     if plan.data.task is not None:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
-        return Source(task, task.reward, tokenizer.decode, stop_ids)
+        return Source(task, task.reward, tokenizer, stop_ids)
     assert plan.prompts_path is not None  # a rule says so
     environments = None
     reward: Reward | WorkerReward = no_reward
@@ -150,7 +148,7 @@ def build_source(plan: Plan) -> Source:
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(source, reward, tokenizer.decode, stop_ids, tokenizer, environments)
+    return Source(source, reward, tokenizer, stop_ids, environments)
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render
 from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
-from pyrl_ext.data.images import ImageReader, Placed, images_of
+from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.samples import Prompt
 
@@ -53,7 +53,7 @@ def load_prompts(
             prompts.append(replace(prompt, id=len(prompts)))
         except Broken as broken:
             problems.append(f"{records.where(number)}: {broken}")
-    refuse(records.path, problems, len(records))
+    refuse(records.path, problems, len(records), len(problems))
     return prompts
 
 
@@ -138,16 +138,11 @@ def _prompt(
     check_size(text, tokenizer, max_prompt_tokens, "max_prompt_tokens")
     tokens = list(tokenizer(text, add_special_tokens=is_text)["input_ids"])
     check_known(text, tokens, tokenizer)
-    given = [] if is_text else images_of(record["messages"])
-    if given and reader is None:
-        raise Broken(f"{len(given)} images in messages", "text; the model has no image token")
-    placed: list[Placed] = []
-    if reader is not None:
-        tokens, placed = reader.place(tokens, given)
-        placed = [replace(image, record=records.where(number)) for image in placed]
+    images = [] if is_text else images_of(record["messages"])
+    tokens, placed = place(reader, tokens, images)
     if not 1 <= len(tokens) <= max_prompt_tokens:
-        raise Broken(
-            f"{len(tokens)} tokens in {cut(text)}", f"1 to max_prompt_tokens {max_prompt_tokens}"
-        )
+        rule = f"1 to max_prompt_tokens {max_prompt_tokens}"
+        raise Broken(f"{len(tokens)} tokens in {cut(text)}", rule)
+    placed = tuple(replace(image, record=records.where(number)) for image in placed)
     rest = {k: v for k, v in record.items() if k not in ("prompt", "messages", "answer")}
-    return Prompt(0, tuple(tokens), record.get("answer"), text, rest, tuple(placed))
+    return Prompt(0, tuple(tokens), record.get("answer"), text, rest, placed)

@@ -14,7 +14,7 @@ import torch
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, DataError, Records, cut, refuse
-from pyrl_ext.data.images import ImageReader, Placed, images_of
+from pyrl_ext.data.images import ImageReader, Placed, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.samples import Image, Sample
 
@@ -81,54 +81,42 @@ class Encoder:
                 for m in messages
             ]
         text = render(messages, self.tokenizer, generate=False)
-        given = images_of(messages)
-        if given and self.reader is None:
-            raise Broken(f"{len(given)} images in messages", "text; the model has no image token")
         if not self.truncate:
             check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
         tokens, mask = tokens_of_chat(messages, self.tokenizer)
         check_known(text, tokens, self.tokenizer)
-        rows = tokens
-        placed = []
-        if self.reader is not None:
-            rows, placed = self.reader.place(tokens, given)
-            counts = np.ones(len(tokens), dtype=np.int64)
+        rows, placed = place(self.reader, tokens, images_of(messages))
+        counts = np.ones(len(tokens), dtype=np.int64)
+        if placed and self.reader is not None:
             counts[np.array(tokens) == self.reader.token] = [image.rows for image in placed]
-            mask = np.repeat(mask, counts)
+        mask = np.repeat(np.array(mask, dtype=bool), counts)
         first = int(np.argmax(mask))  # of the answer
         if late := [n for n, image in enumerate(placed) if image.row >= first]:
             raise Broken(f"image {late[0]} after the first answer begins", "images before it")
-        return np.array(rows, dtype=np.int64), np.array(mask, dtype=bool), placed
+        return np.array(rows, dtype=np.int64), mask, placed
 
     def _of_tokens(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, list[Placed]]:
         if "loss_mask" not in record:
             raise Broken("tokens without loss_mask", "a loss_mask of 1 for tokens to train on")
-        tokens, mask = (_whole_numbers(record, name) for name in ("tokens", "loss_mask"))
+        tokens = _whole_numbers(record, "tokens", self.vocab_size)
+        mask = _whole_numbers(record, "loss_mask", 2)
         if len(tokens) != len(mask):
-            raise Broken(f"{len(tokens)} tokens and {len(mask)} of loss_mask", "as many of both")
-        for name, values, most in (("tokens", tokens, self.vocab_size), ("loss_mask", mask, 2)):
-            if (wrong := np.flatnonzero((values < 0) | (values >= most))).size:
-                at = wrong[0]
-                rule = f"0 to {most - 1}" + (", a token of the model" if name == "tokens" else "")
-                raise Broken(f"{name}[{at}] is {values[at]}", rule)
+            raise Broken(f"{len(tokens)} tokens and {len(mask)} of loss_mask", "equal numbers")
         if self.reader is not None and self.reader.token in tokens:
             raise Broken(f"token {self.reader.token}, an image's", "images in `messages`")
         return tokens, mask.astype(bool), []
 
 
-def _whole_numbers(record: dict[str, Any], name: str) -> np.ndarray:
-    """[T] int64, the list that the record holds as ``name``."""
+def _whole_numbers(record: dict[str, Any], name: str, end: int) -> np.ndarray:
+    """[T] int64, the list that the record holds as ``name``, of numbers from 0 to below ``end``."""
     values = record[name]
-    rule = "a list of whole numbers"
-    if not isinstance(values, list):
-        raise Broken(f"{name} {cut(values)}", rule)
-    try:
-        found = np.asarray(values, dtype=None if values else np.int64)
-    except ValueError:  # lists of several lengths
-        found = np.empty(0, dtype=object)
-    if found.ndim != 1 or found.dtype.kind not in ("ib" if name == "loss_mask" else "i"):
-        raise Broken(f"{name} {cut(values)}", rule)
-    return found.astype(np.int64)
+    kinds = (int, bool) if name == "loss_mask" else (int,)
+    if not isinstance(values, list) or not all(type(value) in kinds for value in values):
+        raise Broken(f"{name} {cut(values)}", "a list of whole numbers")
+    for index, value in enumerate(values):
+        if not 0 <= value < end:
+            raise Broken(f"{name}[{index}] is {value}", f"0 to {end - 1}")
+    return np.array(values, dtype=np.int64)
 
 
 def _sample(
@@ -172,19 +160,6 @@ class Findings:
     longest: int = 0
     truncated: int = 0
 
-    def count(self, sample: Sample) -> None:
-        """Add a sample."""
-        self.tokens += sample.tokens.numel()
-        self.loss_tokens += int(sample.loss_mask.sum())
-        self.longest = max(self.longest, sample.tokens.numel())
-        self.truncated += sample.finish_reason == "length"
-
-    def refuse(self, number: int, problem: str) -> None:
-        """Add a record that cannot be used."""
-        self.broken += 1
-        if self.broken <= SHOWN_PROBLEMS:
-            self.problems.append((number, problem))
-
 
 class SftSource:
     """The samples of every step, and those held out.
@@ -221,13 +196,20 @@ class SftSource:
 
     def check(self, rank: int = 0, ranks: int = 1) -> Findings:
         """Encode every ``ranks``-th record, starting with number ``rank``, and keep nothing."""
-        found = Findings()
+        share = Findings()
         for number in range(rank, len(self.records), ranks):
             try:
-                found.count(self.encode(self.records.read(number), decode=False))
+                sample = self.encode(self.records.read(number), decode=False)
             except Broken as broken:
-                found.refuse(number, f"{self.records.where(number)}: {broken}")
-        return found
+                share.broken += 1
+                if share.broken <= SHOWN_PROBLEMS:
+                    share.problems.append((number, f"{self.records.where(number)}: {broken}"))
+                continue
+            share.tokens += sample.tokens.numel()
+            share.loss_tokens += int(sample.loss_mask.sum())
+            share.longest = max(share.longest, sample.tokens.numel())
+            share.truncated += sample.finish_reason == "length"
+        return share
 
     def summary(self, shares: Sequence[Findings]) -> str:
         """A line about all records.
@@ -241,12 +223,11 @@ class SftSource:
         lines = [line for _, line in problems]
         broken = sum(share.broken for share in shares)
         refuse(self.records.path, lines, len(self.records), broken)
-        tokens, trained, cut = (
-            sum(getattr(share, name) for share in shares)
-            for name in ("tokens", "loss_tokens", "truncated")
-        )
-        held_out = len(self.records) - self.size
+        tokens = sum(share.tokens for share in shares)
+        trained = sum(share.loss_tokens for share in shares)
+        cut = sum(share.truncated for share in shares)
         longest = max(share.longest for share in shares)
+        held_out = len(self.records) - self.size
         return (
             f"{self.records.path}: {self.size:,} records, {held_out:,} more held out; {tokens:,} "
             f"tokens, {trained:,} in the loss; {longest:,} in the longest record; {cut:,} were cut"

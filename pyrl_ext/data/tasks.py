@@ -18,40 +18,19 @@ from pyrl_ext.samples import Prompt
 DRAWS = 10_000  # tries for a prompt on one side of a split
 
 
-def _copy(letters: str, alphabet: str) -> str:
-    return letters
-
-
-def _reverse(letters: str, alphabet: str) -> str:
-    return letters[::-1]
-
-
-def _sort(letters: str, alphabet: str) -> str:
-    return "".join(sorted(letters))
-
-
 def _next(letters: str, alphabet: str) -> str:
     """Every letter becomes the next one of the alphabet, the last one the first."""
-    return "".join(alphabet[(alphabet.index(c) + 1) % len(alphabet)] for c in letters)
-
-
-def _countdown(digits: str, alphabet: str) -> str:
-    """All digits below the last one, down to 0, which is in no prompt."""
-    return "".join(str(d) for d in reversed(range(int(digits[-1]))))
-
-
-def _add(digits: str, alphabet: str) -> str:
-    """Sum of the digits."""
-    return str(sum(int(d) for d in digits))
+    return letters.translate(str.maketrans(alphabet, alphabet[1:] + alphabet[0]))
 
 
 TASKS: dict[str, Callable[[str, str], str]] = {
-    "copy": _copy,
-    "reverse": _reverse,
-    "sort": _sort,
+    "copy": lambda letters, alphabet: letters,
+    "reverse": lambda letters, alphabet: letters[::-1],
+    "sort": lambda letters, alphabet: "".join(sorted(letters)),
     "next": _next,
-    "countdown": _countdown,
-    "add": _add,
+    # all digits below the last one, down to 0, which is in no prompt
+    "countdown": lambda digits, alphabet: "9876543210"[-int(digits[-1]) :],
+    "add": lambda digits, alphabet: str(sum(map(int, digits))),
 }
 
 
@@ -79,9 +58,9 @@ class Task:
     ):
         self.name = name
         self.seed = seed
-        found = read_options(name, options or {})
-        assert isinstance(found, TaskOptions)  # `Pictures` has the others
-        self.options = found
+        read = read_options(name, options or {})
+        assert isinstance(read, TaskOptions)  # `Pictures` has the others
+        self.options = read
         self.alphabet = SYMBOLS[name][: self.options.alphabet]
         # the same few answers are encoded for every response
         self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
@@ -102,9 +81,9 @@ class Task:
         texts: dict[str, None] = {}
         misses = 0
         while len(texts) < n and misses < 50 * n + 1000:
-            before = len(texts)
+            size = len(texts)
             texts[self._text(draw, held_out=True)] = None
-            misses += before == len(texts)
+            misses += len(texts) == size
         if len(texts) < n:
             raise ValueError(
                 f"task {self.name}: {len(texts)} held-out prompts of length "

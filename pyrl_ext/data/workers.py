@@ -1,15 +1,15 @@
 """Worker processes for user code: rewards, environments and their tools.
 
 User code may hang, end its process or change it; none of that reaches the process that trains. A
-worker serves calls until it dies or does not end a call at its time limit; then it is killed with
-all its child processes, and another takes its place. Workers import torch only if user code does.
+worker serves calls until it dies, or until a call exceeds its time limit: then another takes its
+place, and it is killed with all its child processes as soon as nobody has state in it. Workers
+import torch only if user code does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import os
 import pickle
 import signal
@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count, islice
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from typing import Any, Protocol
 from pyrl_ext.parallel.user_code import describe
 
 _POLL_SECONDS = 0.05  # resolution of time limits
-_GRACE_SECONDS = 2.0  # until a worker must have acknowledged a cancelled call
+_LOAD = -1  # number of the call that loads user code
 
 
 class CallFailed(Exception):
@@ -80,22 +81,11 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """The end of a call.
-
-    Attributes:
-        stuck: its function still runs, and cannot be stopped
-    """
+    """The end of a call: its value, or its failure."""
 
     number: int
     value: Any = None
     failure: CallFailed | None = None
-    stuck: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    about: Any
-    error: str | None = None
 
 
 # the worker's side --------------------------------------------------------------------------------
@@ -106,10 +96,10 @@ def serve(fd: int, serial: bool) -> None:
     connection = Connection(fd)
     try:
         host: Host = connection.recv()()
-        connection.send(_Loaded(host.about))
+        connection.send(_Reply(_LOAD, host.about))
     except BaseException as error:
-        message = str(error) if isinstance(error, ValueError) else ""
-        connection.send(_Loaded(None, message or describe(error)))
+        message = str(error) if isinstance(error, ValueError) else describe(error)
+        connection.send(_Reply(_LOAD, failure=CallFailed("load", message)))
         return
     server = _Server(connection, host, serial)
     threading.Thread(target=server.receive, name="requests", daemon=True).start()
@@ -131,7 +121,6 @@ class _Server:
         self._process = os.getpid()
         self._sending = threading.Lock()
         self._queue = SimpleQueue[_Request]()
-        self._running: dict[int, asyncio.Task[Any] | None] = {}
         self._loop = asyncio.new_event_loop()
 
     def run(self) -> None:
@@ -148,20 +137,12 @@ class _Server:
         """The thread that takes requests, and ends the process with its pool's."""
         with suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
-                if isinstance(message, int):
-                    asyncio.run_coroutine_threadsafe(self._cancel(message), self._loop)
-                    continue
-                for request in message:
-                    self._begin(request)
+                for request in self._connection.recv():
+                    if self._serial:
+                        self._queue.put(request)
+                    else:
+                        threading.Thread(target=self._call, args=(request,), daemon=True).start()
         os.killpg(0, signal.SIGKILL)
-
-    def _begin(self, request: _Request) -> None:
-        if self._serial:
-            self._queue.put(request)
-        else:
-            self._running[request.number] = None
-            threading.Thread(target=self._call, args=(request,), daemon=True).start()
 
     def _call(self, request: _Request) -> None:
         try:
@@ -175,7 +156,6 @@ class _Server:
             self._finish(request, value, None)
 
     async def _await(self, request: _Request, awaitable: Awaitable[Any]) -> None:
-        self._running[request.number] = asyncio.current_task()
         value = None
         error = None
         try:
@@ -196,17 +176,6 @@ class _Server:
             trace = trace.encode("utf-8", "backslashreplace").decode()
             failure = CallFailed("error", f"raised {describe(caught)}", trace)
             reply = _Reply(request.number, failure=failure)
-        self._running.pop(request.number, None)
-        self._send(reply)
-
-    async def _cancel(self, number: int) -> None:
-        """Cancel a coroutine; a thread cannot be stopped."""
-        if (task := self._running.get(number)) is not None:
-            task.cancel()
-            await asyncio.wait([task], timeout=_GRACE_SECONDS / 4)
-        self._send(_Reply(number, stuck=number in self._running))
-
-    def _send(self, reply: _Reply) -> None:
         if os.getpid() != self._process:  # a process that user code forked returned from its call
             os._exit(1)
         with self._sending:
@@ -222,24 +191,11 @@ class _Pending:
 
     Attributes:
         began: when its clock started; None: calls before it still run
-        cancelled: when it was cancelled, after its limit
     """
 
-    request: _Request
     limit: float | None
     future: Future[Any] = field(default_factory=Future[Any])
     began: float | None = None
-    cancelled: float | None = None
-
-    def finish(self, reply: _Reply) -> None:
-        """Take the end of the call."""
-        if self.cancelled is not None:
-            message = f"no result after {self.limit or 0:g} s"
-            self.future.set_exception(CallFailed("timeout", message))
-        elif reply.failure is not None:
-            self.future.set_exception(reply.failure)
-        else:
-            self.future.set_result(reply.value)
 
 
 @dataclass(eq=False)
@@ -248,18 +204,14 @@ class _Worker:
 
     Attributes:
         owners: whose state it holds
-        loaded: user code is imported
-        retired: a call that cannot be stopped still runs; it gets no new owners
-        error: why it ended, or did not load
+        retired: a late call still runs; it gets no new owners
     """
 
     process: subprocess.Popen[bytes]
     connection: Connection
     calls: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     owners: set[int] = field(default_factory=set[int])
-    loaded: bool = False
     retired: bool = False
-    error: str | None = None
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, payload: bytes) -> None:
@@ -290,24 +242,25 @@ class Pool:
     """
 
     def __init__(self, key: str, load: Callable[[], Host], workers: int = 1, serial: bool = False):
-        self._key = key
         self._load = pickle.dumps(load)
         self._size = workers
         self._serial = serial
         self._lock = threading.RLock()
         self._workers: list[_Worker] = []
         self._of_owner: dict[int, _Worker] = {}
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._closed = threading.Event()
-        self._first = Future[Any]()
-        self._start()
+        loaded = self._start().calls[_LOAD].future
         self._thread = threading.Thread(target=self._serve, name="workers", daemon=True)
         self._thread.start()
         try:
-            self.about = self._first.result()
+            self.about = loaded.result()
         except CallFailed as failure:
             self.close()
-            raise ValueError(failure.message) from None
+            message = failure.message
+            if failure.reason == "lost":
+                message = f"{key}: {message} as it was loaded"
+            raise ValueError(message) from None
 
     def submit(
         self,
@@ -329,12 +282,12 @@ class Pool:
         """
         requests = [_Request(next(self._numbers), owner, method, args) for args in calls]
         payload = pickle.dumps(requests)
-        pendings = {request.number: _Pending(request, limit) for request in requests}
+        pendings = {request.number: _Pending(limit) for request in requests}
         with self._lock:
             worker = self._worker_of(owner)
             worker.calls |= pendings
             if worker not in self._workers:
-                self._lose(worker)
+                self._lose(worker, "its worker process has ended")
         worker.send(payload)
         return [pending.future for pending in pendings.values()]
 
@@ -343,14 +296,11 @@ class Pool:
         return next(self._numbers)
 
     def release(self, owner: int) -> None:
-        """Give up what an owner still runs, and its state."""
+        """Give up the state of an owner."""
         with self._lock:
             if (worker := self._of_owner.pop(owner, None)) is None:
                 return
             worker.owners.discard(owner)
-            for pending in worker.calls.values():
-                if pending.request.owner == owner:
-                    pending.limit = 0.0
             if worker.retired and not worker.owners:
                 worker.kill()
         worker.send(pickle.dumps([_Request(next(self._numbers), owner, "forget", ())]))
@@ -367,7 +317,7 @@ class Pool:
     def _worker_of(self, owner: int | None) -> _Worker:
         if owner is not None and owner in self._of_owner:
             return self._of_owner[owner]
-        usable = [w for w in self._workers if not w.retired and w.error is None]
+        usable = [worker for worker in self._workers if not worker.retired]
         worker = min(usable, key=lambda worker: len(worker.owners), default=None)
         if worker is None or (worker.owners and len(usable) < self._size):
             worker = self._start()
@@ -390,6 +340,7 @@ class Pool:
         )
         theirs.close()
         worker = _Worker(process, Connection(ours.detach()))
+        worker.calls[_LOAD] = _Pending(None)
         worker.send(self._load)
         self._workers.append(worker)
         return worker
@@ -402,74 +353,56 @@ class Pool:
             ready = wait([worker.connection for worker in workers], _POLL_SECONDS)
             for worker in workers:
                 if worker.connection in ready:
-                    self._receive(worker)
+                    self._receive_all(worker)
                 if worker.process.poll() is not None:
                     self._end(worker)
-                elif worker.loaded:
+                elif _LOAD not in worker.calls:
                     self._watch(worker)
 
-    def _receive(self, worker: _Worker) -> bool:
-        """Take a message; False: there will be none."""
-        try:
-            message = worker.connection.recv()
-        except (EOFError, OSError):
-            worker.kill()
-            return False
-        if isinstance(message, _Loaded):
-            worker.loaded = message.error is None
-            worker.error = message.error
-            if worker.loaded and not self._first.done():
-                self._first.set_result(message.about)
-            return True
-        with self._lock:
-            pending = worker.calls.pop(message.number, None)
-            worker.retired |= message.stuck
-            if worker.retired and not worker.owners:
+    def _receive_all(self, worker: _Worker) -> None:
+        """Take the messages that are there."""
+        while worker.connection.poll():
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
                 worker.kill()
-        if pending is not None:
-            pending.finish(message)
-        return True
+                return
+            with self._lock:
+                pending = worker.calls.pop(message.number, None)
+            if pending is not None and message.failure is not None:
+                pending.future.set_exception(message.failure)
+            elif pending is not None:
+                pending.future.set_result(message.value)
 
     def _watch(self, worker: _Worker) -> None:
-        """Cancel the calls that exceed their limit; kill a worker that does not acknowledge it."""
+        """Fail the calls that exceed their limit, and retire their worker."""
         now = time.monotonic()
         with self._lock:
-            pendings = [*worker.calls.values()][: 1 if self._serial else None]
-        for pending in pendings:
-            pending.began = pending.began or now
-            if pending.limit is None or now - pending.began < pending.limit:
-                continue
-            if pending.cancelled is None:
-                pending.cancelled = now
-                payload = pickle.dumps(pending.request.number)
-                # a worker that reads nothing would hold up this thread
-                threading.Thread(target=worker.send, args=(payload,), daemon=True).start()
-            if self._serial or now - pending.cancelled > _GRACE_SECONDS:
+            late = list[_Pending]()
+            running = 1 if self._serial else None
+            for number, pending in list(islice(worker.calls.items(), running)):
+                pending.began = pending.began or now
+                if pending.limit is not None and now - pending.began > pending.limit:
+                    late.append(worker.calls.pop(number))
+            worker.retired |= bool(late)
+            if worker.retired and not worker.owners:
                 worker.kill()
-                with self._lock:
-                    worker.calls.pop(pending.request.number, None)
-                pending.finish(_Reply(pending.request.number))
+        for pending in late:
+            failure = CallFailed("timeout", f"no result after {pending.limit:g} s")
+            pending.future.set_exception(failure)
 
     def _end(self, worker: _Worker) -> None:
         """Fail the calls of a worker whose process has ended."""
-        while worker.connection.poll() and self._receive(worker):
-            pass
+        self._receive_all(worker)
         worker.kill()  # also processes that it left
         code = worker.process.wait()
-        if worker.error is None and worker.loaded:
-            worker.error = f"its worker process ended with exit code {code}"
-        elif worker.error is None:
-            text = f"the worker process ended with exit code {code} as it was loaded"
-            worker.error = f"{self._key}: {text}"
-        if not self._first.done():
-            self._first.set_exception(CallFailed("lost", worker.error))
         with self._lock:
             self._workers.remove(worker)
             worker.connection.close()
-            self._lose(worker)
+            self._lose(worker, f"its worker process ended with exit code {code}")
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: _Worker, message: str) -> None:
         lost = [*worker.calls.values()]
         worker.calls.clear()
         for pending in lost:
-            pending.future.set_exception(CallFailed("lost", worker.error or ""))
+            pending.future.set_exception(CallFailed("lost", message))

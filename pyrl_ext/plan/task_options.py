@@ -54,8 +54,8 @@ class TaskOptions(_Options):
 class PictureOptions(_Options):
     """Difficulty of the task over images."""
 
-    ask: Literal["colour", "count", "digit"] = "colour"
-    """what the prompt asks for: the colour of a square, how many squares, or which digit"""
+    ask: Literal["colour", "count"] = "colour"
+    """what the prompt asks for: the colour of a square, or how many squares"""
     answers: Annotated[int, Field(ge=2)] = 4
     """how many different answers there are"""
     size: Annotated[int, Field(ge=16, le=512)] = 16
@@ -69,7 +69,7 @@ class PictureOptions(_Options):
     def most_answers(self) -> int:
         """Number of different answers a picture can have."""
         cells = (self.size // CELL) ** 2
-        return {"colour": len(COLOURS), "count": min(9, cells), "digit": 10}[self.ask]
+        return len(COLOURS) if self.ask == "colour" else min(9, cells)
 
 
 Options = TaskOptions | PictureOptions

@@ -21,7 +21,7 @@ END = 106
 USER = 4
 ASSISTANT = 5
 EOS = 1
-ASKED = [("colour", 7), ("count", 4), ("digit", 10)]
+ASKED = [("colour", 7), ("count", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,8 @@ def test_a_picture_to_count_shows_as_many_squares(size: int, answers: int):
     drawn = scenes("count", answers, size=size)
     # two squares of a colour may touch and be seen as one, never by more pixels than both have
     assert sum(len(seen(scene, size)) == int(scene.answer) for scene in drawn) > 0.8 * len(drawn)
-    assert all(len(seen(scene, size)) <= int(scene.answer) == len(scene.marks) for scene in drawn)
+    assert all(len(seen(scene, size)) <= int(scene.answer) == len(scene.squares) for scene in drawn)
     assert {int(scene.answer) for scene in drawn} == set(range(1, answers + 1))
-
-
-def test_a_picture_of_a_digit_shows_its_dots_in_one_colour():
-    dots: dict[str, set[str]] = {}
-    for scene in scenes("digit", 10):
-        (mark,) = scene.marks
-        assert {colour for colour, _ in seen(scene)} == {mark.colour}
-        assert sum(pixels for _, pixels in seen(scene)) == "".join(mark.shape).count("1")
-        dots.setdefault(scene.answer, set()).add("\n".join(mark.shape))
-    assert len(dots) == len(set.union(*dots.values())) == 10
 
 
 @pytest.mark.parametrize(("ask", "answers"), ASKED)
@@ -94,12 +84,12 @@ def test_draw_scene_makes_every_answer_as_likely_and_moves_the_marks(ask: str, a
     drawn = scenes(ask, answers, count=4000)
     _, counts = np.unique([scene.answer for scene in drawn], return_counts=True)
     assert len(counts) == answers and counts.min() > 0.75 * 4000 / answers
-    assert len({scene.marks[0][:2] for scene in drawn}) > 40
-    assert len({scene.marks[0].colour for scene in drawn}) == len(COLOURS)
+    assert len({scene.squares[0][:2] for scene in drawn}) > 40
+    assert len({scene.squares[0].colour for scene in drawn}) == len(COLOURS)
 
 
 def test_paint_adds_noise_that_follows_from_the_scene():
-    one, other = scenes("digit", 10, count=2)
+    one, other = scenes("colour", 7, count=2)
     clean = paint(one, 16, 0).astype(int)
     noisy = paint(one, 16, 20).astype(int)
     assert np.array_equal(noisy, paint(one, 16, 20)) and clean.shape == (16, 16, 3)

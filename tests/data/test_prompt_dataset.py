@@ -57,7 +57,7 @@ def test_scorer_has_the_timeout_of_the_plan(tmp_path: Path):
 
 def test_scorer_decodes_and_fills_in_rewards(tmp_path: Path):
     source = build_source(plan_of(write_lines(tmp_path / "a.jsonl", *RECORDS)))
-    digit = source.decode([7])
+    digit = source.tokenizer.decode([7])
     [scored] = source.scorer([Prompt(3, (5,), 4)])([a_sample()])
     assert scored.reward == number_match(Prompt(3, (5,), 4), digit, [7])
 

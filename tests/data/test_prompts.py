@@ -68,8 +68,8 @@ def test_load_prompts_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path
 
 
 BROKEN = [
-    (b'{"prompt": "a"', "Expecting ',' delimiter at column 15, expected one JSON object a line"),
-    (b'{"prompt": "\xff"}', "byte 0xff at column 13, expected UTF-8"),
+    (b'{"prompt": "a"', "JSONDecodeError: Expecting ',' delimiter: line 1 column 15"),
+    (b'{"prompt": "\xff"}', "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
     (["a"], "a list, expected a JSON object"),
     ({"answer": 3}, "fields answer, expected either `prompt` or `messages`"),
     ({"prompt": "a", "messages": []}, "fields prompt, messages, expected either"),
@@ -84,10 +84,9 @@ BROKEN = [
         "messages[0] {'role': 'user', 'content': ''}",
     ),
     ({"messages": [{"role": "judge", "content": "a"}]}, "chat template: TemplateError: role judge"),
-    (b'{"prompt": "a\\ud800"}', r"'\ud800', a lone surrogate, expected whole Unicode characters"),
-    (b'{"prompt": "a", "answer": {"x": ["\\udfff"]}}', r"'\udfff', a lone surrogate"),
-    (b"[" * 100_000, "objects or lists nested too deeply to read, expected one JSON object a line"),
-    (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+    (b'{"prompt": "a\\ud800"}', "UnicodeEncodeError: 'utf-8' codec can't encode"),
+    (b"[" * 100_000, "RecursionError: "),
+    (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "ValueError: Exceeds the limit (4300"),
     (b'{"prompt": "a", "prompt": "b"}', "field 'prompt' repeated, expected each field once"),
     (b'{"prompt": "a", "meta": {"k": 1, "k": 2}}', "field 'k' repeated, expected each field once"),
     ({"prompt": "ab" * 1_000_000}, "2,000,000 characters in 'abababab"),
@@ -126,7 +125,8 @@ def test_load_prompts_refuses_messages_without_a_template(tmp_path: Path):
         ("none.jsonl", None, "no such file"),
         ("a.jsonl", b"", "no records"),
         ("a.jsonl", b"\n \n", "no records"),
-        ("a.txt", b"a", "suffix '.txt', expected .jsonl or .parquet"),
+        ("a.txt", b"a", "suffix '.txt', expected a .jsonl or .parquet file"),
+        ("", None, "a folder, expected a .jsonl"),
         ("a.parquet", b"PAR", "expected a parquet file"),
     ],
 )
@@ -137,11 +137,6 @@ def test_load_prompts_refuses_unusable_files(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_prompts(tmp_path / name, tokenizer, 32)
-
-
-def test_load_prompts_refuses_a_folder(tokenizer: Any, tmp_path: Path):
-    with pytest.raises(DataError, match=r"a folder, expected a \.jsonl"):
-        load_prompts(tmp_path, tokenizer, 32)
 
 
 def test_load_prompts_encodes_no_text_that_is_too_long_by_its_size(tmp_path: Path):

@@ -53,15 +53,13 @@ def hold(
     engine: ScriptedEngine | None = None,
     prompts: int = 2,
     size: int = 2,
-    notes: list[str] | None = None,
     sampling_mask: bool = False,
     **turns: Any,
 ) -> tuple[dict[tuple[int, int], Conversation], Feed]:
     """All conversations of ``prompts``, by (prompt id, index), and their feed."""
     made = make if isinstance(make, Mapping) else dict.fromkeys(range(prompts), make)
     asked = [carrying(Prompt(i, (30 + i % 5, 40)), made[i]) for i in range(prompts)]
-    told = [] if notes is None else notes
-    feed = Feed(asked, size, config(**turns), lambda kind, text: told.append(text))
+    feed = Feed(asked, size, config(**turns))
     engine = engine or ScriptedEngine(three_then_stop)
     sampling = Sampling(
         max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size, sampling_mask=sampling_mask

@@ -48,13 +48,12 @@ def test_option_problems_refuses_what_the_task_refuses(task: str, options: dict[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ask": "shape"}, "ask: 'shape', expected colour, count or digit; what the prompt asks"),
+        ({"ask": "shape"}, "ask: 'shape', expected colour or count; what the prompt asks"),
         ({"ask": "colour", "answers": 8}, "answers: 8, expected at most 7, the answers of ask col"),
         (
             {"ask": "count", "answers": 5},
             "answers: 5, expected at most 4, the answers of ask count",
         ),
-        ({"ask": "digit", "answers": 11}, "answers: 11, expected at most 10, the answers of ask"),
         ({"answers": 1}, "answers: 1, expected at least 2; how many"),
         ({"size": 8}, "size: 8, expected at least 16; width"),
         ({"noise": 128}, "noise: 128, expected at most 127; largest"),

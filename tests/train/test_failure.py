@@ -59,7 +59,7 @@ ENDS = {
     "leaves:by_crash": (1, 'leaves.py", line 6 in by_crash'),
     "leaves:after_fork": (0, ""),
     "leaves:by_deleting": (1, "metrics.jsonl: was deleted while the run wrote to it, expected"),
-    "leaves_at_import:fn": (1, "the worker process ended with exit code 0 as it was loaded"),
+    "leaves_at_import:fn": (1, "its worker process ended with exit code 0 as it was loaded"),
 }
 
 

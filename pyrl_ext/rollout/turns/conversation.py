@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size
 from pyrl_ext.data.environment import Context, Observation, StepResult
@@ -30,6 +30,7 @@ class ConversationConfig:
         max_new_tokens: response budget of a turn
         in_waves: a turn begins when every trajectory has its turn before: what the engine runs
             together does not depend on the time that environments take
+        noted: kind of failure -> the first of it, which was printed
     """
 
     pool: Pool
@@ -39,6 +40,7 @@ class ConversationConfig:
     turns: Turns
     max_new_tokens: int
     in_waves: bool = False
+    noted: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Conversation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -60,25 +61,17 @@ class Feed:
 
     Args:
         prompts: each begins ``size`` trajectories
-        note: takes what is counted and a line of text, about the first of each kind
 
     Attributes:
         counts: numbers of the trajectories that are over, to be added up over ranks
         waited: seconds in which the engine had nothing else to do
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        size: int,
-        config: ConversationConfig,
-        note: Callable[[str, str], None] | None = None,
-    ):
+    def __init__(self, prompts: Sequence[Prompt], size: int, config: ConversationConfig):
         self.trajectories = len(prompts) * size
         self.max_tokens = config.turns.max_tokens
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.waited = 0.0
-        self._note = note
         self._config = config
         self._open = {(p.id, i): Conversation(p, i, config) for p in prompts for i in range(size)}
         self._order = {key: place for place, key in enumerate(self._open)}
@@ -223,8 +216,9 @@ class Feed:
         counts["changed_rows"] += conversation.changed
 
     def _count_drop(self, name: str, message: str) -> None:
-        if not self.counts[name] and self._note is not None:
-            self._note(name, message)
+        if name not in self._config.noted:
+            self._config.noted[name] = message
+            print(f"environment: {message}", file=sys.stderr, flush=True)
         self.counts[name] += 1
 
 

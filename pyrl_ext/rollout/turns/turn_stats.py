@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from pyrl_ext.data.prompt_dataset import Source
@@ -26,7 +25,7 @@ class Environments:
     """
 
     def __init__(self, plan: Plan, source: Source):
-        assert source.environments is not None and source.tokenizer is not None  # the plan names it
+        assert source.environments is not None  # the plan names it
         self.plan = plan
         self.config = ConversationConfig(
             pool=source.environments,
@@ -37,7 +36,6 @@ class Environments:
             max_new_tokens=plan.rollout.max_new_tokens,
             in_waves=plan.rollout.engine == "hf",
         )
-        self._noted: set[str] = set()
 
     def need_turns(self, engine: Engine, rank: int) -> None:
         """Raises ValueError if the engine of ``rank`` cannot answer turns."""
@@ -54,18 +52,11 @@ class Environments:
         """The trajectories of an environment, or those that were recorded."""
         if self.plan.rollout.engine == "recorded":
             return recorded(engine, prompts, sampling, counts)
-        return conversations(self.config, self._note, engine, prompts, sampling, counts)
-
-    def _note(self, kind: str, message: str) -> None:
-        """Name the first failure of each kind."""
-        if kind not in self._noted:
-            self._noted.add(kind)
-            print(f"environment: {message}", file=sys.stderr, flush=True)
+        return conversations(self.config, engine, prompts, sampling, counts)
 
 
 def conversations(
     config: ConversationConfig,
-    note: Callable[[str, str], None],
     engine: Engine,
     prompts: Sequence[Prompt],
     sampling: Sampling,
@@ -74,14 +65,14 @@ def conversations(
     """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
     if not prompts:
         return
-    feed = Feed(prompts, sampling.samples_per_prompt, config, note)
+    feed = Feed(prompts, sampling.samples_per_prompt, config)
     try:
         with closing(converse(engine, feed, sampling)) as stream:
             for turn, over in stream:
                 if turn is not None:
                     yield Event(turn.prompt_id, len(turn.response), None)
-                for each in over:
-                    yield Event(each.prompt.id, 0, each.samples or [])
+                for conversation in over:
+                    yield Event(conversation.prompt.id, 0, conversation.samples or [])
     finally:
         counts.add(feed.counts)
 

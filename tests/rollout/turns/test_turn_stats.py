@@ -28,8 +28,7 @@ KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: RaisesInStep, 2: Good, 3: Nev
 
 
 def request(kinds: dict[int, Callable[[], Any]], share: float, **turns: Any) -> RolloutRequest:
-    noted: list[str] = []
-    ask = partial(conversations, config(**turns), lambda kind, text: noted.append(text))
+    ask = partial(conversations, config(**turns))
     prompts = [carrying(prompt, kinds[prompt.id]) for prompt in PROMPTS]
     return RolloutRequest(prompts, SAMPLING, len(prompts), ask, share)
 

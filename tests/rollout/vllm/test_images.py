@@ -19,7 +19,7 @@ if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
 from pyrl_ext.data.files import DataError
-from pyrl_ext.data.images import ImageReader
+from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers import images
@@ -87,7 +87,7 @@ def test_generate_sees_the_picture_of_a_file(pair: Pair, tmp_path: Path):
     """As the embedded engine does, and so as the trainer: one reader decodes for all."""
     pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     PIL.fromarray(pixels).save(tmp_path / "a.jpg")
-    tokens, placed = READER.place([9, START, PAD, END, 5], [str(tmp_path / "a.jpg")])
+    tokens, placed = place(READER, [9, START, PAD, END, 5], [str(tmp_path / "a.jpg")])
     prompt = Prompt(7, tuple(tokens), images=tuple(placed))
     sampling = sampling_of(8, samples_per_prompt=3)
     samples = pair.vllm.generate([prompt], sampling)
@@ -133,7 +133,7 @@ def test_stream_refuses_an_image_that_cannot_be_decoded(pair: Pair, tmp_path: Pa
     """It was looked at when the run began; requests of earlier prompts are aborted."""
     file = tmp_path / "a.png"
     PIL.fromarray(np.zeros((32, 32, 3), np.uint8)).save(file)
-    tokens, placed = READER.place([START, PAD, END], [str(file)])
+    tokens, placed = place(READER, [START, PAD, END], [str(file)])
     file.write_bytes(file.read_bytes()[:-30])
     asked = [prompt_of(1, (2, 2)), Prompt(2, tuple(tokens), images=tuple(placed))]
     with pytest.raises(DataError, match=r"a\.png: .*expected an image that can be decoded"):
