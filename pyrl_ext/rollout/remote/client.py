@@ -58,7 +58,6 @@ class Server:
 
     Attributes:
         failure: why the server is not used; None: it is
-        joined: the last publish gave it weights, and it has not failed since
         paused: it may be silent for as long as it wants, while weights are published
     """
 
@@ -66,7 +65,6 @@ class Server:
     keys: Keys = field(default_factory=Keys)
     silence: float = 120.0
     failure: ServerFailed | None = None
-    joined: bool = False
     paused: bool = False
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
@@ -82,7 +80,6 @@ class Server:
         if self.failure is not None:
             return
         self.failure = ServerFailed(reason, keeps)
-        self.joined = False
         for flight in self._flights:
             if flight.task is not None:
                 flight.task.cancel()

@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from aiohttp import web
+from pydantic import BaseModel, Field, TypeAdapter
 
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.rollout.build import build_in_this_process
@@ -146,20 +146,16 @@ class EmbeddedServer:
 
     async def update(self, http: web.Request) -> web.Response:
         """Receives all weights while the engine keeps its own."""
-        info = (await _body(http)).get("update_info")
-        if not isinstance(info, dict):
-            raise ProtocolError("update_weights: no update_info, expected an object")
+        body = await _body(http, _Update)
         async with self._updates:
-            await asyncio.to_thread(self.staged.update, info)
+            await asyncio.to_thread(self.staged.update, body.update_info)
         return web.json_response({"message": "Weights updated"})
 
     async def finish(self, http: web.Request) -> web.Response:
         """Loads what came."""
-        version = (await _body(http)).get("weight_version")
-        if not isinstance(version, str) or not (version.isascii() and version.isdigit()):
-            raise ProtocolError(f"finish_weight_update: version {version!r}, expected a number")
+        body = await _body(http, _Finish)
         async with self._updates:
-            info, tensors = self.staged.finish(int(version))
+            info, tensors = self.staged.finish(int(body.weight_version))
             await self.worker.call(self.worker.load, tensors, info.version, info.only)
         return web.json_response({"message": "Weight update finished"})
 
@@ -173,14 +169,10 @@ class EmbeddedServer:
 
     async def rpc(self, http: web.Request) -> web.Response:
         """A method of the engine's only worker, as a list of one result."""
-        body = await _body(http)
-        method = body.get("method")
-        if method == "identity":
+        body = await _body(http, _Call)
+        if body.method == "identity":
             return web.json_response({"results": [self.identity]})
-        if method != "weight_digests":
-            raise ProtocolError(f"rpc: {method!r}, expected identity or weight_digests")
-        (names,) = body.get("args") or [None]
-        digests = await self.worker.call(self.engine.checksums, names)
+        digests = await self.worker.call(self.engine.checksums, body.args[0])
         return web.json_response({"results": [digests]})
 
     async def health(self, http: web.Request) -> web.Response:
@@ -190,14 +182,12 @@ class EmbeddedServer:
         """In Prometheus' form, under vLLM's names."""
         running = self.worker.running
         counts = self.worker.counts
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         lines = [
             f"vllm:num_requests_running {running}",
             f"vllm:num_requests_waiting {len(self.jobs) - running}",
             f"vllm:prompt_tokens_total {counts['prompt']}",
             f"vllm:generation_tokens_total {counts['generation']}",
             f"vllm:request_success_total {counts['answers']}",
-            f"process_resident_memory_peak_bytes {memory}",
         ]
         return web.Response(text="\n".join(lines) + "\n")
 
@@ -206,16 +196,22 @@ def _event(message: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _body(http: web.Request) -> dict[str, Any]:
-    """The JSON object in a body; of no body, an empty one."""
-    data = await http.read()
-    try:
-        body = json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{http.path}: a body that is no JSON, {error}") from None
-    if not isinstance(body, dict):
-        raise ProtocolError(f"{http.path}: {type(body).__name__}, expected an object")
-    return body
+class _Update(BaseModel):
+    update_info: dict[str, Any]
+
+
+class _Finish(BaseModel):
+    weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
+
+
+class _Call(BaseModel):
+    method: Literal["identity", "weight_digests"]
+    args: tuple[list[str] | None] = (None,)
+
+
+async def _body[T: BaseModel](http: web.Request, kind: type[T]) -> T:
+    """The message in a body. Raises: ProtocolError."""
+    return protocol.parse(TypeAdapter(kind), http.path, await http.read())
 
 
 def _authorized(keys: auth.Keys) -> Any:

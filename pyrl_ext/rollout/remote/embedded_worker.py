@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -189,27 +190,17 @@ class Worker(threading.Thread):
 
     async def call[T](self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in this thread, between two forwards; its result or error."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: Exception | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+        future = Future[T]()
+        future.set_running_or_notify_cancel()  # a caller that leaves does not stop the call
 
         def run() -> None:
-            result = error = None
             try:
-                result = function(*arguments)
-            except Exception as caught:
-                error = caught
-            loop.call_soon_threadsafe(settle, result, error)
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
 
         self._calls.put(run)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Run a function in this thread, without waiting for it."""

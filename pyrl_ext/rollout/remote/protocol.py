@@ -54,11 +54,15 @@ def parse[T](kind: TypeAdapter[T], where: str, text: bytes) -> T:
     try:
         return kind.validate_json(text)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        name = ".".join(map(str, wrong["loc"])) or "the message"
-        rule = wrong["msg"].removeprefix("Input should be ")
-        fault = f"{name} is {str(wrong['input'])[:200]!r}"
-        raise ProtocolError(f"{where}: {fault}, expected {rule}") from None
+        raise ProtocolError(f"{where}: {first_fault(error)}") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first wrong field of a message, and the rule that it breaks."""
+    wrong = error.errors(include_url=False)[0]
+    name = ".".join(map(str, wrong["loc"])) or "the message"
+    rule = wrong["msg"].removeprefix("Input should be ")
+    return f"{name} is {str(wrong['input'])[:200]!r}, expected {rule}"
 
 
 def _sampling(*path: str) -> Any:

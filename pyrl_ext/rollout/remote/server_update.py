@@ -53,14 +53,9 @@ class ServerUpdate:
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
         address = self.server.address
-        joined = self.server.joined
-        self.server.joined = False
         self.server.failure = None  # also of one that failed earlier, and is there again
-        if joined:  # it is the trainer's to pause, whoever answers there now
-            await asyncio.gather(self._identify(identity), self.pause(pause))
-        else:
-            await self._identify(identity)
-            await self.pause(pause)
+        await self._identify(identity)
+        await self.pause(pause)
         if base is not None:
             info = await self._call("start", protocol.WEIGHT_INFO, method="GET")
             version = info.get("weight_version")
@@ -103,13 +98,10 @@ class ServerUpdate:
 
     async def complete(self, pause: Pause) -> None:
         """Everything after the last byte."""
-        finish = self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
-        if pause == "keep":  # salts separate the blocks of running requests
-            await finish
-        else:  # in any order: nothing is computed, and so cached, before it is resumed
-            await asyncio.gather(finish, self._call("reset", protocol.RESET))
+        await self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
+        if pause != "keep":  # salts separate the blocks of requests that continue
+            await self._call("reset", protocol.RESET)
         await self._call("resume", protocol.RESUME)
-        self.server.joined = True
 
     async def ask(self, canary: Canary) -> Answer:
         """The canary's answer; a server whose answer is wrong is taken out and paused."""

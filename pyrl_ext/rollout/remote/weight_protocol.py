@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.parallel.buckets import Bucket
+from pyrl_ext.rollout.remote.protocol import first_fault
 
 MAGIC = b"pyrl weights 5\r\n"
 KEY_BYTES = 32
@@ -64,11 +65,8 @@ class Message(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            name = ".".join(map(str, (cls.__name__, *wrong["loc"])))
-            rule = wrong["msg"].removeprefix("Input should be ")
-            require(False, f"{name} is {str(wrong['input'])[:200]!r}", rule)
-            raise
+            fault = f"{cls.__name__}: {first_fault(error)}"
+            raise TransferError(f"weights: {fault}; what came of them is dropped") from None
 
 
 class SenderAddress(Message):
