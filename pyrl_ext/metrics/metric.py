@@ -37,6 +37,8 @@ class Metric:
             return "ok"
         warn, alarm = self.band
         sign = 1 if alarm > warn else -1
-        return (
-            "alarm" if sign * (value - alarm) > 0 else "warn" if sign * (value - warn) > 0 else "ok"
-        )
+        if sign * (value - alarm) > 0:
+            return "alarm"
+        if sign * (value - warn) > 0:
+            return "warn"
+        return "ok"
