@@ -89,6 +89,9 @@ def read_adapter(
     Raises: FileNotFoundError or ValueError naming what is missing or unknown, or what the run's
         adapters cannot hold: another formula, rank or scale.
     """
+    for file in (folder / CONFIG, folder / TENSORS):
+        if not file.is_file():
+            raise FileNotFoundError(f"adapter: {file} does not exist, expected PEFT's files")
     config = _read_config(folder / CONFIG)
     factors: dict[str, Tensor] = {}
     for module, (a, b) in _read_modules(folder / TENSORS).items():
@@ -241,7 +244,14 @@ def _of_experts(name: str, number: int) -> list[str]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """The adapter's config. Raises: ValueError if it is of another kind than plain LoRA."""
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+        kind = config["peft_type"]
+        _ = config["r"] + config["lora_alpha"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"adapter: {path}: {type(error).__name__}: {error}, expected JSON of PEFT with r"
+        ) from error
     plain = {"bias": ("none", None), "init_lora_weights": _INITIAL, "peft_type": ("LORA",)}
     wrong = {
         key: value
@@ -251,7 +261,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if wrong:
         raise ValueError(
             f"adapter: {path} has {wrong}, expected a LoRA adapter that adds lora_alpha / r B A x "
-            f"to W x and nothing else (peft_type is {config['peft_type']})"
+            f"to W x and nothing else (peft_type is {kind})"
         )
     return config
 
