@@ -254,7 +254,6 @@ def test_needs_extras_is_true_of_targets_that_install_vllm_te_or_wandb():
     makefile = (REPOSITORY / "Makefile").read_text("utf-8")
     run = list(chain.from_iterable(commands(TEXTS).values()))
     named = {
-        ".venv/bin/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2",
         "make test-vllm",
         ".venv/bin/pyrl train configs/tiny.yaml rollout.engine=vllm rollout.max_mismatch=1e-4"
         " run=runs/vllm steps=40",
