@@ -11,10 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
-
-from pydantic import TypeAdapter
-from pydantic.errors import PydanticUserError
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.environment import Context, StepResult
@@ -25,6 +22,7 @@ from pyrl_ext.prompt import Prompt
 Message = dict[str, Any]
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 _MARK = "x"  # the assistant's answer in conversations that are rendered to see what follows it
 
 
@@ -228,13 +226,24 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         ValueError: a parameter without a type that JSON has
     """
-    try:
-        parameters = TypeAdapter[Any](cast(Any, function)).json_schema()
-    except PydanticUserError as error:
-        fault = f"{function.__name__}: {error.message.partition('. ')[0]}"
-        raise ValueError(f"turns.options.tools: {fault}, expected types that JSON has") from None
-    for parameter in parameters.get("properties", {}).values():
-        del parameter["title"]  # its name again
+    hints = get_type_hints(function)
+    properties = dict[str, Any]()
+    required = list[str]()
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = hints.get(name)
+        if get_origin(kind) is Literal:
+            properties[name] = {"type": "string", "enum": list(get_args(kind))}
+        elif (kind := get_origin(kind) or kind) in _TYPES:
+            properties[name] = {"type": _TYPES[kind]}
+        else:
+            types = ", ".join(each.__name__ for each in _TYPES)
+            raise ValueError(
+                f"turns.options.tools: {function.__name__}({name}): type {kind}, expected one of "
+                f"{types}, or Literal texts"
+            )
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
     about = (inspect.getdoc(function) or "").partition("\n")[0]
+    parameters = {"type": "object", "properties": properties, "required": required}
     described = {"name": function.__name__, "description": about, "parameters": parameters}
     return {"type": "function", "function": described}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -62,28 +64,29 @@ def open_records(path: str | Path) -> Records:
 
 
 class JsonLines:
-    """Records of a .jsonl file; memory holds the place of each."""
+    """Records of a .jsonl file; memory holds where each begins, 24 bytes a record."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._spans = list[tuple[int, int, int]]()  # line, first byte, bytes
+        spans = array("q")  # line, first byte, bytes of each record
         start = 0
         with path.open("rb") as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
-                    self._spans.append((line, start, len(text)))
+                    spans.extend((line, start, len(text)))
                 start += len(text)
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def where(self, number: int) -> str:
         """See `Records.where`."""
-        return f"{self.path}:{self._spans[number][0]}"
+        return f"{self.path}:{self._spans[number, 0]}"
 
     def read(self, number: int) -> Any:
         """See `Records.read`."""
-        _, start, size = self._spans[number]
+        _, start, size = self._spans[number].tolist()
         with self.path.open("rb") as file:
             file.seek(start)
             line = file.read(size).removesuffix(b"\n")

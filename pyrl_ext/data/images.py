@@ -87,18 +87,18 @@ class ImageReader:
     """The image processor of a model, and the bounds within which images are read.
 
     Args:
-        folder: holds the processor's ``preprocessor_config.json``.
-        beside: folder that relative paths of images start at.
-        token:  id of the placeholder, which the chat template writes once for each image.
+        processor_folder: holds the processor's ``preprocessor_config.json``.
+        image_folder: relative paths of images start there.
+        token: id of the placeholder, which the chat template writes once for each image.
 
     Raises:
         DataError: the folder has no processor that runs here.
     """
 
-    def __init__(self, folder: str | Path, beside: str | Path, token: int):
-        self.folder = Path(beside)
+    def __init__(self, processor_folder: str | Path, image_folder: str | Path, token: int):
+        self.image_folder = Path(image_folder)
         self.token = token
-        self._processor = _load(folder)
+        self._processor = _load(processor_folder)
         self.patches = lru_cache(8)(self._patches)  # prompts are often asked again
 
     @property
@@ -136,7 +136,7 @@ class ImageReader:
         if not isinstance(image, str) or not image or "://" in image:
             raise Broken(cut(image), rule)
         if not image.startswith("data:"):
-            return self.folder / image
+            return self.image_folder / image
         try:
             return base64.b64decode(image.partition(";base64,")[2], validate=True)
         except binascii.Error as error:

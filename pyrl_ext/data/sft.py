@@ -115,7 +115,8 @@ def _whole_numbers(record: dict[str, Any], name: str, end: int) -> np.ndarray:
         raise Broken(f"{name} {cut(values)}", "a list of whole numbers")
     for index, value in enumerate(values):
         if not 0 <= value < end:
-            raise Broken(f"{name}[{index}] is {value}", f"0 to {end - 1}")
+            rule = f"0 to {end - 1}" + (", a token of the model" if name == "tokens" else "")
+            raise Broken(f"{name}[{index}] is {value}", rule)
     return np.array(values, dtype=np.int64)
 
 

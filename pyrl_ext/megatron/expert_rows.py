@@ -93,10 +93,15 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 class RowMoELayer(MoELayer):
     """megatron's layer, which builds a dispatcher by name, with ours in its place.
 
-    The plan refuses ``moe_shared_expert_overlap``: ours does not compute shared experts.
+    Raises: ValueError if the dispatcher is to compute the shared experts, which ours does not.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if config.moe_shared_expert_overlap:
+            raise ValueError(
+                "RowMoELayer: moe_shared_expert_overlap is True, expected False; RowDispatcher "
+                "does not compute shared experts, so that their output would be missing"
+            )
         super().__init__(config, *args, **kwargs)
         self.token_dispatcher = RowDispatcher(
             self.num_local_experts,

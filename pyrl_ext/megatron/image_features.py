@@ -19,6 +19,9 @@ class FeatureGPT(GPTModel):
         features: (rows [n] int64 of this rank's shard of the sequence, values [n, (1 + deep) * H])
             of each sender. A row's first H numbers stand in place of its embedding, the next H are
             added to its output of the model's first layer, and so on.
+
+    Raises: ValueError if the chunk has fewer layers than features are added to, or their width is
+        no multiple of H.
     """
 
     def forward(  # type: ignore[override]
@@ -33,6 +36,13 @@ class FeatureGPT(GPTModel):
         if features:
             rows, values = (torch.cat(each) for each in zip(*features, strict=True))
             width = self.config.hidden_size
+            layers = len(self.decoder.layers)
+            if values.shape[1] % width or not 0 < values.shape[1] // width <= 1 + layers:
+                raise ValueError(
+                    f"FeatureGPT: features are {values.shape[1]} wide, expected {width} times 1 to "
+                    f"{1 + layers}; one part is the embedding, each other is added after one of "
+                    f"the chunk's {layers} layers"
+                )
             hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
             first, deep = values.split([width, values.shape[1] - width], dim=1)
             more["decoder_input"] = hidden.index_copy(0, rows, first[:, None])

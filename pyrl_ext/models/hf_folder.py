@@ -74,12 +74,14 @@ class SafetensorsFolder:
         hidden: numbers of a hidden state.
 
     Raises: FileNotFoundError or ValueError naming the file and the tensor if there are no weights,
-        a file is missing or truncated, or a tensor is in two files.
+        the index is wrong, a file is missing or truncated, or a tensor is in two files.
     """
 
     def __init__(self, folder: str | Path, hidden: int | None = None):
         self.folder = Path(folder)
-        files = self._indexed_files() or sorted(self.folder.glob("*.safetensors"))
+        index = self._index()
+        files = sorted({self.folder / name for name in index.values()})
+        files = files or sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(
                 f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
@@ -96,21 +98,33 @@ class SafetensorsFolder:
                     )
                 file_of[name] = file.name
                 self._stored |= _parts(name, opened.get_slice(name), hidden)
+        if wrong := sorted(index.items() - file_of.items()):
+            name, file = wrong[0]
+            raise ValueError(
+                f"checkpoint: {self.folder / INDEX} says that {name} is in {file}, but it is in "
+                f"{file_of.get(name, 'none of its files')}. Fetch index and files again"
+            )
 
-    def _indexed_files(self) -> list[Path]:
-        """The files that the index names; empty if there is no index."""
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file according to the index; empty if there is no index."""
         path = self.folder / INDEX
         if not path.exists():
-            return []
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-        files = sorted({self.folder / name for name in names})
-        if missing := [file for file in files if not file.is_file()]:
+            return {}
+        try:
+            index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint: {path}: {type(error).__name__}: {error}, expected HF's JSON with "
+                "weight_map"
+            ) from error
+        files = set(index.values())
+        if missing := sorted(name for name in files if not (self.folder / name).is_file()):
             raise FileNotFoundError(
-                f"checkpoint: {missing[0]} does not exist ({len(missing)} of "
+                f"checkpoint: {self.folder / missing[0]} does not exist ({len(missing)} of "
                 f"{len(files)} files missing), expected every file that {INDEX} names. Fetch them "
                 "again"
             )
-        return files
+        return index
 
     @property
     def names(self) -> set[str]:

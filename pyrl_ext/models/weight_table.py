@@ -79,11 +79,17 @@ def by_expert(stacked: Tensor) -> list[Tensor]:
 
 
 def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:
-    """Raise ValueError listing the live tensors without a row in the table."""
-    if unclaimed := sorted(mine.keys() - {row.megatron_name for row in table}):
+    """Check that every live tensor has exactly one row in the table.
+
+    Raises: ValueError listing live tensors without a row, and names with two rows.
+    """
+    names = [w.megatron_name for w in table]
+    twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+    unclaimed = sorted(set(mine) - set(names))
+    if unclaimed or twice:
         raise ValueError(
-            f"models: live tensors without a row in the family's table {unclaimed[:8]}, expected a "
-            f"row for each of {len(mine)} tensors"
+            f"models: live tensors without a row in the family's table {unclaimed[:8]}, names with "
+            f"two rows {twice[:8]}; expected exactly one row for each of {len(mine)} tensors"
         )
 
 

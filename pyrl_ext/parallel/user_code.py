@@ -7,7 +7,6 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from operator import attrgetter
 from typing import Any
 
 _SHOWN = 500  # characters of an error that user code raised
@@ -57,16 +56,7 @@ def load_function(
         accepted = " or ".join([*builtin, "package.module:function"])
         raise ValueError(f"{key}: {name!r}, expected {accepted}")
     function = load_callable(key, name)
-    try:
-        signature = inspect.signature(function)
-        bound = partial(function, **{k: v for k, v in given.items() if k in signature.parameters})
-        inspect.signature(bound).bind(*range(num_args))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{key}: {name!r}: {describe(error)}, expected a Python function of {num_args} "
-            "positional arguments"
-        ) from error
-    return update_wrapper(bound, function)
+    return update_wrapper(_bound(f"{key}: {name!r}", function, num_args, given), function)
 
 
 def load_callable(key: str, name: str) -> Callable[..., Any]:
@@ -77,24 +67,63 @@ def load_callable(key: str, name: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     where = f"{key}: {name!r}"
-    try:
-        function: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        rule = (
-            "expected a module that imports. Run from the folder that holds it, or set PYTHONPATH"
-        )
-        raise ValueError(f"{where}: no module {error.name!r}, {rule}") from error
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
-        if isinstance(error, SyntaxError):
-            place = f"{error.filename}:{error.lineno}"
-        fault = f"module {module_name} raised {describe(error)}"
-        raise ValueError(f"{where}: {place}: {fault}, expected a module that imports") from error
-    try:
-        function = attrgetter(attribute)(function)
-    except AttributeError as error:
-        raise ValueError(f"{where}: {describe(error)}, expected a function of it") from error
+    function = _import(where, module_name)
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            public = sorted(n for n in dir(function) if not n.startswith("_"))
+            shown = printable(", ".join(public)) or "nothing"
+            raise ValueError(f"{where}: no {part!r} in {module_name}, expected one of: {shown}")
+        function = getattr(function, part)
     if not callable(function):
         raise ValueError(f"{where}: a {type(function).__name__}, expected a function")
     return function
+
+
+def _import(where: str, module_name: str) -> Any:
+    rule = "expected a module that imports"
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise ValueError(
+                f"{where}: module {module_name} imports {missing!r}, which is missing, {rule}"
+            ) from error
+        raise ValueError(
+            f"{where}: no module {missing!r}, expected one on the Python path. Run from the folder "
+            "that holds it, or set PYTHONPATH"
+        ) from error
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise ValueError(f"{where}: {place}: {describe(error)}, {rule}") from error
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+        raise ValueError(
+            f"{where}: {place}: module {module_name} raised {describe(error)}, {rule}"
+        ) from error
+
+
+def _bound(
+    where: str, function: Callable[..., Any], num_args: int, given: dict[str, Any]
+) -> partial[Any]:
+    """``function`` with the ``given`` arguments that it has parameters for, its signature checked.
+
+    Raises:
+        ValueError: it has no signature, or does not take ``num_args`` positional arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: {describe(error)}, expected a Python function of {num_args} positional "
+            "arguments. Wrap it in one"
+        ) from error
+    bound = partial(function, **{k: v for k, v in given.items() if k in signature.parameters})
+    try:
+        inspect.signature(bound).bind(*range(num_args))
+    except TypeError as error:
+        raise ValueError(
+            f"{where} takes {signature}, expected {num_args} positional arguments"
+        ) from error
+    return bound

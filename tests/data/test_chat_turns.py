@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, Literal
 
 import pytest
@@ -148,17 +149,13 @@ def test_schema_follows_type_hints():
         "description": "Add two numbers.",
         "parameters": {
             "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "first": {"type": "integer"},
-                "second": {"type": "integer", "default": 1},
-            },
+            "properties": {"first": {"type": "integer"}, "second": {"type": "integer"}},
             "required": ["first"],
         },
     }
     assert schema(fails)["function"]["parameters"]["properties"]["text"]["enum"] == ["a", "b"]
 
-    def bad(x: ChatTurns) -> None: ...
+    def bad(x: complex) -> None: ...
 
-    with pytest.raises(ValueError, match=r"tools: bad: .*, expected types that JSON has"):
+    with pytest.raises(ValueError, match=re.escape("bad(x): type <class 'complex'>, expected")):
         schema(bad)

@@ -111,7 +111,7 @@ def test_load_environment_gives_options_and_what_the_class_asks_for():
     [
         ("guesses", {}, "turns.environment: 'guesses', expected one of guess, tools, messages, or"),
         ("no_module:X", {}, "turns.environment: 'no_module:X': no module 'no_module'"),
-        ("tests.helpers.environments:X", {}, "has no attribute 'X', expected a function of it"),
+        ("tests.helpers.environments:X", {}, "no 'X' in tests.helpers.environments"),
         ("tests.helpers.environments:HOSTILE", {}, "a dict, expected a function"),
         ("tests.helpers.scripted:ScriptedEngine", {}, "has no start and no step, expected a class"),
         ("tools", {"tools": ["no_module:x"]}, "turns.options.tools: 'no_module:x': no module"),

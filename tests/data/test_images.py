@@ -14,10 +14,10 @@ from PIL import Image as PIL
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from pyrl_ext.data import images
-from pyrl_ext.data.files import Broken, DataError
+from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.data.prompts import PromptSource, load_prompts
-from pyrl_ext.data.sft import Encoder
+from pyrl_ext.data.sft import Encoder, SftSource
 
 pytestmark = pytest.mark.multiprocess
 
@@ -144,9 +144,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: "gone.png", "gone.png: no such file, expected an image file"),
     (lambda: ".", "no such file, expected an image file"),
     (lambda: "", "'', expected a path, bytes, or data:image"),
+    (lambda: None, "None, expected a path, bytes"),
     (lambda: 7, "7, expected a path, bytes"),
     (lambda: "https://x.org/a.png", "nothing is fetched"),
     (lambda: "data:image/png;base64,???", "expected a path, bytes"),
+    (lambda: b"", "expected an image (PNG, JPEG, WEBP, BMP, GIF)"),
     (lambda: b"not an image", "expected an image (PNG, JPEG, WEBP, BMP, GIF)"),
     (lambda: as_bytes(noise(8, 8), "TIFF"), "expected an image (PNG, JPEG, WEBP, BMP, GIF)"),
     (lambda: as_bytes(noise(2, 402)), "2 x 402 pixels"),
@@ -287,6 +289,20 @@ def test_encoder_refuses_images_that_it_cannot_place(tokenizer: Any, tmp_path: P
         encode(conversation([picture("gone.png")], "3"))
     with pytest.raises(Broken, match="token 104, an image's, expected images in `messages`"):
         encode({"tokens": [START, PAD, END, 9], "loss_mask": [0, 0, 0, 1]})
+
+
+def test_sft_source_names_the_record_of_an_image_that_changed(tokenizer: Any, tmp_path: Path):
+    file = saved(noise(16, 8), tmp_path / "a.png")
+    path = written(tmp_path / "x.jsonl", conversation([picture("a.png")], "3"))
+    source = SftSource(
+        open_records(path), Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
+    )
+    assert source.check().tokens == 8
+    data = bytearray(file.read_bytes())
+    data[100:140] = bytes(40)
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"x\.jsonl:1: image .*a\.png: "):
+        source.take(0, 1)
 
 
 def test_image_reader_refuses_a_folder_without_a_processor(tmp_path: Path):

@@ -85,6 +85,7 @@ BROKEN = [
     ),
     ({"messages": [{"role": "judge", "content": "a"}]}, "chat template: TemplateError: role judge"),
     (b'{"prompt": "a\\ud800"}', "UnicodeEncodeError: 'utf-8' codec can't encode"),
+    (b'{"prompt": "a", "answer": {"x": ["\\udfff"]}}', "UnicodeEncodeError: 'utf-8' codec"),
     (b"[" * 100_000, "RecursionError: "),
     (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "ValueError: Exceeds the limit (4300"),
     (b'{"prompt": "a", "prompt": "b"}', "field 'prompt' repeated, expected each field once"),

@@ -257,7 +257,7 @@ def test_load_reward_runs_ours_here_and_those_of_users_in_workers(acts: WorkerRe
     [
         ("import os\nos._exit(0)\n", "its worker process ended with exit code 0 as it was loaded"),
         ("import sys\nsys.exit(0)\n", "hostile.py:2: module hostile raised SystemExit: 0"),
-        ("def fn(a): ...\n", "expected a Python function of 3 positional arguments"),
+        ("def fn(a): ...\n", r"takes \(a\), expected 3 positional arguments"),
     ],
 )
 def test_load_reward_names_what_does_not_load(

@@ -74,6 +74,11 @@ class RaisesInStep(Good):
         raise KeyError("state")
 
 
+class RaisesBase(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        raise BaseException("nothing catches me")
+
+
 class Interrupts(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
         raise KeyboardInterrupt
@@ -157,9 +162,29 @@ class Nan(Good):
         return StepResult("ok", float("nan"), False)
 
 
+class Infinite(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        return StepResult("ok", float("inf"), True)
+
+
+class RewardText(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        return StepResult("ok", "1.0", True)  # type: ignore[arg-type]
+
+
+class WrongTuple(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        return "ok", 1.0
+
+
 class ReturnsNone(Good):
     def step(self, tokens: list[int], text: str) -> Any:
         return None
+
+
+class DoneText(Good):
+    def step(self, tokens: list[int], text: str) -> Any:
+        return "ok", 1.0, "yes"
 
 
 class Empty(Good):
@@ -170,8 +195,20 @@ class NoObservation(Good):
     observation = None
 
 
+class ObservesNumber(Good):
+    observation = 3.5
+
+
+class ObservesTexts(Good):
+    observation = ("ok",)
+
+
 class UnknownToken(Good):
     observation = (5, 100_000)
+
+
+class UnknownCharacter(Good):
+    observation = "\N{SNOWMAN}"
 
 
 class TooLong(Good):
@@ -222,6 +259,7 @@ HOSTILE: dict[type[Good], str] = {
     RaisesInStart: "error",
     RaisesWhenMade: "error",
     RaisesInStep: "error",
+    RaisesBase: "error",
     Interrupts: "error",
     Exits: "error",
     ExitsInTask: "timeout",
@@ -230,10 +268,17 @@ HOSTILE: dict[type[Good], str] = {
     Swallows: "timeout",
     Spins: "timeout",
     Nan: "reward",
+    Infinite: "reward",
+    RewardText: "reward",
+    WrongTuple: "result",
     ReturnsNone: "result",
+    DoneText: "result",
     Empty: "empty",
     NoObservation: "result",
+    ObservesNumber: "result",
+    ObservesTexts: "result",
     UnknownToken: "tokens",
+    UnknownCharacter: "tokens",
     TooLong: "observation",
     Huge: "observation",
     NeverDone: "turns",

@@ -114,6 +114,17 @@ def test_compile_plan_refuses_fields_of_te_with_local_layers(name):
     assert "only transformer-engine's layers read it" in refused(name, True)
 
 
+@pytest.mark.parametrize("dtype", [FULL, HALF])
+def test_RowMoELayer_builds_no_layer_that_would_lose_its_shared_experts(dtype):
+    plan = tiny_plan(f"model.dtype={dtype}")
+    model = plan.model.model_copy(update={"megatron": {"moe_shared_expert_overlap": True}})
+    with (
+        topology.start(plan) as topo,
+        pytest.raises(ValueError, match="RowMoELayer: moe_shared_expert_overlap is True"),
+    ):
+        Policy.build(plan.model_copy(update={"model": model}), topo)
+
+
 # free --------------------------------------------------------------------------------------------
 
 

@@ -73,3 +73,16 @@ def test_FeatureGPT_adds_features_to_rows_and_layers(recompute):
             torch.testing.assert_close(
                 parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=name
             )
+
+
+def test_FeatureGPT_refuses_features_of_more_layers_than_it_has():
+    plan = tiny_plan("replay=off", config=QWEN3)
+    with topology.start(plan) as topo:
+        (model,) = Policy.build(plan, topo, trainable=False).llm.models
+        micro = microbatch(random_batch(5), [0, 1, 2, 3, 4], topo.place())
+        packed = PackedSequences.of(micro)
+        inputs = micro.tokens[None], packed.positions[None], None
+        for width in (plan.sizes.hidden_size * 6, plan.sizes.hidden_size * 2 + 7, 7, 0):
+            with pytest.raises(ValueError, match=rf"features are {width} wide, expected 64 times"):
+                wide = [(ROWS, torch.zeros(len(ROWS), width))]
+                model(*inputs, packed_seq_params=packed, features=wide)

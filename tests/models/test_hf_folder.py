@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pyrl_ext import train
 from pyrl_ext.models import weight_table
 from pyrl_ext.models.hf_folder import (
+    INDEX,
     SafetensorsFolder,
     save_checkpoint_hf,
     written_config,
@@ -296,18 +297,34 @@ def test_save_checkpoint_hf_on_a_full_disk_fails_every_rank_and_leaves_nothing(t
 def spoil(folder, how):
     """Changes files of a checkpoint of several; returns the refusal's kind and words."""
     one, two = sorted(folder.glob("*.safetensors"))[:2]
+    index = json.loads((folder / INDEX).read_text())
+    name = next(iter(load_file(one)))
     if how == "a file is missing":
         two.unlink()
         return FileNotFoundError, rf"{two.name} does not exist \(1 of \d files missing\)"
     if how == "truncated":
         two.write_bytes(two.read_bytes()[:-10])
         return ValueError, rf"{two.name} \(\d+ bytes\): .*expected a complete safetensors file"
-    name = next(iter(load_file(one)))
-    save_file(load_file(two) | {name: load_file(one)[name]}, two)
-    return ValueError, rf"{name} is in .*{one.name} and in {two.name}, expected it in one"
+    if how == "in two files":
+        save_file(load_file(two) | {name: load_file(one)[name]}, two)
+        return ValueError, rf"{name} is in .*{one.name} and in {two.name}, expected it in one"
+    if how == "no index":
+        (folder / INDEX).write_text('{"weight_map": 3}')
+        return ValueError, rf"{INDEX}: TypeError.*expected HF's JSON with weight_map"
+    if how == "elsewhere":
+        (folder / INDEX).write_text(
+            json.dumps({"weight_map": index["weight_map"] | {name: two.name}})
+        )
+        return ValueError, rf"says that {name} is in {two.name}, but it is in {one.name}"
+    assert how == "nowhere"
+    (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"x": two.name}}))
+    return ValueError, r"says that x is in .*, but it is in none of its files"
 
 
-@pytest.mark.parametrize("how", ["a file is missing", "truncated", "in two files"])
+HOW = ("a file is missing", "truncated", "in two files", "no index", "elsewhere", "nowhere")
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_SafetensorsFolder_refuses_inconsistent_files(models, tmp_path, how):
     there_and_back(models / "qwen3", tmp_path)
     kind, words = spoil(tmp_path, how)

@@ -158,6 +158,10 @@ def test_parameters_of_shipped_models_are_those_of_transformers(model):
     assert count_of(SHIPPED[model]) == sum(p.numel() for p in theirs.parameters())
 
 
+def test_parameters_have_the_published_total():
+    assert round(count_of(SHIPPED["qwen3_vl_30b"]) / 1e9, 1) == 31.1
+
+
 @pytest.mark.parametrize("hf", FAMILIES.values(), ids=list(FAMILIES))
 def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
     """Rows of the tower, of all images and of each; logits of text and images; the gradient of

@@ -48,15 +48,17 @@ WRONG = [
     ("my_a", "expected grpo or package.module:function"),
     ("my_a:", "expected grpo or package.module:function"),
     (":f", "expected grpo or package.module:function"),
-    ("my_z:length", "no module 'my_z', expected a module that imports. Run from the folder"),
-    ("my_a:len", "AttributeError: module 'my_a' has no attribute 'len', expected a function"),
+    ("my_z:length", "no module 'my_z', expected one on the Python path"),
+    ("my.z:length", "no module 'my', expected one on the Python path"),
+    ("os.no_such:f", "no module 'os.no_such'"),
+    ("my_a:len", "no 'len' in my_a, expected one of: length, limit"),
     ("my_a:limit", "a int, expected a function"),
-    ("my_a:length", "TypeError: .*expected a Python function of 3 positional arguments"),
-    ("my_b:f", "no module 'does_not_exist_anywhere'"),
-    ("my_c:f", r"my_c.py:2: .*SyntaxError: .*, expected a module that imports"),
+    ("my_a:length", r"takes \(prompt\), expected 3 positional arguments"),
+    ("my_b:f", "module my_b imports 'does_not_exist_anywhere'"),
+    ("my_c:f", r"my_c.py:2: SyntaxError: .*, expected a module that imports"),
     ("my_d:f", r"my_d.py:1: module my_d raised KeyError: 'at import', expected a module"),
     ("my_e:f", r"my_e.py:2: module my_e raised SystemExit: 0, expected a module that imports"),
-    ("builtins:max", "no signature found .*, expected a Python function of 3 positional"),
+    ("builtins:max", r"no signature found .*, expected a Python function of 3 positional"),
 ]
 
 

@@ -130,6 +130,14 @@ def other_types() -> None:
     dist.all_reduce(torch.ones(4, dtype=torch.int32 if RANK() == 1 else torch.float32))
 
 
+def other_shapes() -> None:
+    dist.broadcast(torch.ones(3, 2) if RANK() == 1 else torch.ones(2, 3), 0)
+
+
+def other_reduction() -> None:
+    dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if RANK() == 2 else dist.ReduceOp.SUM)
+
+
 def opposite_first_use() -> None:
     groups = [group_of(0, 1), group_of(0, 1)]
     if RANK() < 2:
@@ -194,6 +202,8 @@ SAID = {
     ],
     never_received: [r"rank 0: send to rank 1 at .* never ended: no other end of send to rank 1"],
     other_types: [r"rank 0 calls all_reduce float32 .* where rank 1 calls all_reduce int32"],
+    other_shapes: [r"rank 0 calls broadcast float32 \[2, 3\] .* rank 1 calls .* \[3, 2\]"],
+    other_reduction: [r"rank 0 calls all_reduce .* SUM .* where rank 2 calls all_reduce .* MAX"],
     opposite_first_use: [
         r"ranks 0 and 1 first use communicators 'planted' .* and 'planted' .* in opposite orders",
         r"rank 0 first uses .* waits for ranks \[1\]",

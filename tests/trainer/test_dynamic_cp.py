@@ -3,23 +3,30 @@ every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import passes
 from tests.helpers.passes import WholeBatch
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import make_sample
 from tests.helpers.tiny import LAYERS, random_routes, tiny_plan
 from tests.parity import BOUNDS
 
@@ -149,3 +156,92 @@ def test_update_has_one_answer_for_samples_of_any_lengths(ranks: int, tmp_path: 
     torch.save(list(answers((), drawn)), tmp_path / "wanted.pt")
     for used in run_ranks(compare, ranks, drawn, tmp_path / "wanted.pt")[0]:
         assert {1, 2} <= used  # several sizes
+
+
+# Bad samples -------------------------------------------------------------------------------------
+
+
+def rollout_of(samples: list[Sample], owners: list[int], rank: int) -> Rollout:
+    """The samples, each owned by a rank, as `generate_on_ranks` returns them."""
+    parts = [[s for s, o in zip(samples, owners, strict=True) if o == r] for r in range(2)]
+    index = [BatchIndex.of(part, owner) for owner, part in enumerate(parts)]
+    groups = list(dict.fromkeys(s.prompt_id for s in samples))
+    return Rollout(BatchIndex.joined(index, groups), parts[rank])
+
+
+def sample(prompt: int, prompt_len: int, response_len: int) -> Sample:
+    found = make_sample(prompt, 0, prompt_len, response_len, num_experts=8)
+    none = torch.zeros(len(found.tokens), dtype=torch.bool)
+    return replace(found, routes=None, layer_ids=(), route_mask=none)
+
+
+def good(rank: int) -> Rollout:
+    return rollout_of([sample(i, 3, 5) for i in range(4)], [0, 1, 0, 1], rank)
+
+
+def too_long(rank: int) -> Rollout:
+    return rollout_of([sample(0, 3, 5), sample(1, 20, 40)], [0, 1], rank)
+
+
+def without_response(rank: int) -> Rollout:
+    return rollout_of([sample(0, 3, 5), sample(1, 4, 0)], [0, 1], rank)
+
+
+def without_rows(rank: int) -> Rollout:
+    return rollout_of([sample(0, 3, 5), sample(1, 1, 0)], [0, 1], rank)
+
+
+def other_lengths(rank: int) -> Rollout:
+    """Rank 1 believes that a sample of rank 0 is a row longer; the schedules are the same."""
+    found = good(rank)
+    seqlens = found.index.seqlens + np.array([rank, 0, 0, 0], np.int32)
+    return replace(found, index=replace(found.index, seqlens=seqlens))
+
+
+def other_samples(rank: int) -> Rollout:
+    """Rank 1 holds a shorter sample than all ranks know."""
+    found = good(rank)
+    return replace(found, samples=[sample(1, 3, 4), *found.samples[1:]] if rank else found.samples)
+
+
+LONG = "sample 1 has 59 tokens, expected at most 48: max_tokens_per_rank (24) on the largest group"
+EMPTY = (
+    "rank 1: ValueError: Sample(prompt 1, sample 0): prompt_len 4 of 4 tokens, expected at least"
+)
+LACKS = "rank 1: ValueError: Step.batch_of: 2 samples with 13 rows, expected the 2 with 14 that all"
+BAD: list[tuple[Callable[[int], Rollout], str]] = [
+    (too_long, LONG),
+    (without_response, EMPTY),
+    (without_rows, "sample 1 has 0 tokens, expected at least 1"),
+    (other_lengths, "ranks [1] got other samples or schedules than rank 0"),
+    (other_samples, LACKS),
+]
+
+
+def bad_samples(group: Any) -> list[str]:
+    """The messages of every rank; the ranks go on after each, and train."""
+    small = (f"batching.tokens_per_microbatch={LIMIT}", "replay=off", *LAYOUTS[2][0])
+    short = ("data.max_prompt_tokens=4", "rollout.max_new_tokens=4", "batching.prompts=2")
+    plan = tiny_plan(*small, *short)
+    clock = Clock()
+    rank = group.rank()
+    messages = []
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        for make, _ in BAD:
+            with pytest.raises(RuntimeError) as caught:
+                step.batch_of(make(rank), clock, minibatches=1)
+            messages.append(str(caught.value))
+        for found in (good(rank), rollout_of([sample(7, 3, 30)], [1], rank)):  # 1 sample, 2 ranks
+            shard = step.batch_of(found, clock, minibatches=1)
+            shard, _ = step.score(shard, found.index, clock)
+            assert step.update(shard, clock)["grad_norm"] >= 0
+            assert len(shard.rows.tokens)  # both ranks compute
+        step.close()
+    return messages
+
+
+def test_batch_of_refuses_bad_samples_on_every_rank():
+    for messages in run_ranks(bad_samples, 2):
+        for message, (_, expected) in zip(messages, BAD, strict=True):
+            assert expected in message

@@ -3,7 +3,7 @@ and exactly the bytes of the rows move."""
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,14 @@ from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.parallel.groups import connect
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
+from pyrl_ext.plan.schema.layout import ModuleParallel
 from pyrl_ext.schedule.pipeline import ahead_of
-from pyrl_ext.trainer.module_pipe import Edge, give
+from pyrl_ext.trainer.module_pipe import Edge, build_edges, give
 from tests.helpers.nccl_rules import communicators
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import one_rank
+from tests.helpers.vision import kimi_plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -293,6 +297,50 @@ def test_sent_rows_are_released_once_they_have_arrived(world, monkeypatch):
     edge.finish()
     assert [each() is None for each in rows] == [True, True, True]
     assert all(handle.complete for handle in handles)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, world, train):
+    """As a rank with both ends sees it, in bf16 and with padding for fp8."""
+    sizes = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
+    plan = kimi_plan(tmp_path, *sizes, "model.dtype=bfloat16")
+    model = plan.model.model_copy(update={"fp8": "blockwise"})
+    keys = ModuleKeys(
+        train=train, patches_per_microbatch=64, parallel=ModuleParallel(dp=2, pp=2, tp=2)
+    )
+    plan = plan.model_copy(update={"modules": {"vision": keys}, "model": model})
+    asked = list[tuple[str, Any]]()
+    made = list[Any]()
+
+    def make_group(role: str, ranks: Any) -> Any:
+        asked.append((role, [*ranks]))
+        made.append(dist.new_group(ranks))
+        return made[-1]
+
+    topo = replace(one_rank(plan), make_group=make_group)
+    edge = build_edges(plan, topo, trainable=True)["vision", 0]
+    grid = plan.grids["vision"]
+    assert [(grid.place(r).dp, grid.place(r).tp, grid.place(r).pp) for r in edge.sources] == [
+        (0, 0, 1),
+        (1, 0, 1),
+    ]
+    wanted = [
+        (RankRole(2 * d + c, t, 2, tile_rows=8), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
+        for d in range(2)
+        for c in range(2)
+        for t in range(2)
+    ]
+    assert sorted((role, rank) for rank, role in edge.readers.items()) == sorted(wanted)
+    ranks = [*range(8), *edge.sources]
+    assert asked == [("vision 0 there", ranks), ("vision 0 back", ranks)]
+    assert [edge.there, edge.back] == made
+    assert (edge.width, edge.dtype, edge.trained) == (
+        plan.sizes.hidden_size,
+        torch.bfloat16,
+        train,
+    )
+    frozen = build_edges(plan, topo, trainable=False)
+    assert not frozen["vision", 0].trained
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])

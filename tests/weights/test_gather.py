@@ -171,6 +171,7 @@ WIDE = {"n_routed_experts": 64, "vocab_size": 8192}  # 1.6 MB of experts a layer
 CASES = {
     "tp2 pp2": (TINY, "parallel.tp=2", "parallel.pp=2"),
     "dp4 ep4": (TINY, "parallel.dp=4", "parallel.ep=4"),
+    "tp2 dp2 ep2": (TINY, "parallel.tp=2", "parallel.dp=2", "parallel.ep=2"),
     "tp4 ep2 etp2": (TINY, "parallel.tp=4", "parallel.ep=2", "parallel.etp=2"),
     "tp2 pp2 ep2 etp1, bf16": (
         TINY,

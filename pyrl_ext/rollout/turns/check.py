@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Sample
@@ -31,36 +32,32 @@ def check_trajectory(samples: Sequence[Sample]) -> None:
         ValueError: naming the trajectory and the turn
     """
     turn = 0
-    before = samples[0]
+    where = ""
+
+    def need(ok: bool, found: str, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {found}, expected {rule}")
+
     for place, sample in enumerate(samples):
-        last = place == len(samples) - 1
-        version = newest(before)
-        same_reward = before.reward == sample.reward or before.reward != before.reward
-        marked = "the last sample of the trajectory, and no other, to be marked"
-        rules = [
-            (sample.turn == turn, f"its sample begins with turn {sample.turn}", f"turn {turn}"),
-            (sample.spans or len(samples) == 1, "no spans", "those of its turns' tokens"),
-            (
-                sample.last == last,
-                f"last {sample.last} at sample {place} of {len(samples)}",
-                marked,
-            ),
-            (
-                place == 0 or version <= sample.weight_version,
-                f"weight version {sample.weight_version} after {version}",
-                "none lower",
-            ),
-            (
-                before.finish_reason == sample.finish_reason,
-                f"finish_reason {sample.finish_reason}",
-                f"{before.finish_reason} as before",
-            ),
-            (same_reward, f"reward {sample.reward}", f"{before.reward} as the turns before"),
-        ]
         where = f"trajectory (prompt {sample.prompt_id}, sample {sample.index}), turn {turn}"
-        for holds, fault, rule in rules:
-            if not holds:
-                raise ValueError(f"{where}: {fault}, expected {rule}")
+        need(sample.turn == turn, f"its sample begins with turn {sample.turn}", f"turn {turn}")
+        several = len(samples) > 1
+        need(bool(sample.spans) or not several, "no spans", "those of its turns' tokens")
         sample.check()
         turn += max(1, len(sample.spans))
-        before = sample
+        last = place == len(samples) - 1
+        rule = "the last sample of the trajectory, and no other, to be marked"
+        need(sample.last == last, f"last {sample.last} at sample {place} of {len(samples)}", rule)
+    for before, sample in pairwise(samples):
+        where = f"trajectory (prompt {sample.prompt_id}, sample {sample.index}), turn {sample.turn}"
+        versions = newest(before), sample.weight_version
+        need(
+            versions[0] <= versions[1],
+            f"weight version {versions[1]} after {versions[0]}",
+            "none lower",
+        )
+        same = before.finish_reason == sample.finish_reason
+        need(same, f"finish_reason {sample.finish_reason}", f"{before.finish_reason} as before")
+        rewards = before.reward, sample.reward
+        equal = rewards[0] == rewards[1] or all(r != r for r in rewards)
+        need(equal, f"reward {rewards[1]}", f"{rewards[0]} as the turns before")

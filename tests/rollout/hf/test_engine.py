@@ -91,10 +91,13 @@ def test_generate_gives_tensors_that_a_loss_can_use():
 
 def test_generate_gives_responses_of_one_token():
     engine = engine_of(random_model(GLM), GLM, max_num_seqs=2)
-    assert engine.generate([], Sampling(4)) == []
     samples = engine.generate(prompts_of([1, 2, 3], 128), Sampling(1, samples_per_prompt=2))
     assert [len(s.response) for s in samples] == [1] * 6
     assert all(s.routes is not None and s.routes.shape == (len(s.tokens), 3, 2) for s in samples)
+
+
+def test_generate_gives_no_samples_without_prompts():
+    assert engine_of(random_model(GLM), GLM).generate([], Sampling(4)) == []
 
 
 def test_generate_does_not_depend_on_the_batch_of_a_sample(monkeypatch: pytest.MonkeyPatch):
@@ -142,12 +145,18 @@ def test_generate_takes_the_argmax_when_greedy():
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7, "temperature": 0.6}],
+    [{"top_k": 5}, {"top_p": 0.4}, {"top_k": 12, "top_p": 0.7, "temperature": 0.6}],
     ids=["top_k", "top_p", "all"],
 )
-def test_generate_returns_logprobs_and_tokens_of_the_filtered_distribution(
-    options: dict[str, Any],
-):
+def test_generate_reports_logprobs_of_the_filtered_distribution(options: dict[str, Any]):
+    model = random_model(GLM)
+    sampling = Sampling(5, samples_per_prompt=4, **options)
+    for sample in engine_of(model, GLM).generate(prompts_of([4, 2], 128), sampling):
+        assert_matches_plain(model, sample, sampling)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7}])
+def test_generate_returns_the_tokens_that_were_kept(options: dict[str, Any]):
     """Rows finish at other times than they begin, so sets move with their samples."""
     model = random_model(GLM)
     sampling = Sampling(9, samples_per_prompt=5, stop_ids=tuple(range(20)), **options)
@@ -157,7 +166,6 @@ def test_generate_returns_logprobs_and_tokens_of_the_filtered_distribution(
     drawn = engine.generate(prompts_of([4, 2, 7], 128), asked)
     for sample, other in zip(drawn, plainly, strict=True):
         assert sample.check().response == other.response and other.kept_ids is None
-        assert_matches_plain(model, other, sampling)
         assert sample.kept_counts is not None and sample.kept_ids is not None
         start, (logits, _) = sample.prompt_len, plain(model, sample.tokens)
         kept = processed_logprobs(logits[start - 1 : -1], sampling) > -torch.inf
@@ -266,6 +274,14 @@ def test_load_weights_replaces_only_the_tensors_it_names():
             engine.load_weights(given, 2, only=some)
         with pytest.raises(RuntimeError, match=r"2 tensors are to replace .* version 2 failed"):
             engine.load_weights(parts, 3, only=some)
+
+
+def test_load_weights_needs_every_tensor_of_a_checkpoint():
+    engine = HFEngine(GLM)
+    tensors = checkpoint(random_model(GLM))
+    for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"):
+        with pytest.raises(ValueError, match=f"{name}: missing"):
+            engine.load_weights(((n, t) for n, t in tensors.items() if n != name), 0)
 
 
 def test_load_weights_that_fails_half_way_blocks_generation():

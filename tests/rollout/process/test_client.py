@@ -271,6 +271,13 @@ def test_load_weights_that_fails_blocks_generation_until_a_good_one(
     assert_same(loaded(engine).generate(PROMPTS[:2], Sampling(4)), good)
 
 
+def test_generate_raises_the_error_of_the_process(engine: ProcessEngine):
+    loaded(engine)
+    with pytest.raises(ValueError, match="token id 999, expected 0 to"):
+        engine.generate([Prompt(0, (999,))], Sampling(4))
+    assert len(engine.generate(PROMPTS, Sampling(4))) == len(PROMPTS)
+
+
 # processes that die ----------------------------------------------------------------------
 
 

@@ -192,6 +192,25 @@ async def test_pause_waits_for_what_runs_and_holds_what_comes():
 
 
 @asynchronous
+async def test_generate_of_two_kinds_at_once_both_go_on():
+    """A short greedy request ends while a long one that draws still runs."""
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    (prompt,) = prompts_of([4], GLM["vocab_size"])
+    async with served(engine, 200) as client:
+        long = request_of(prompt, 0, replace(SAMPLING, stop_ids=()), max_tokens=150)
+        begun = asyncio.create_task(client.generate(long))
+        await gate.allow(3)
+        greedy = request_of(prompt, 0, replace(SAMPLING, greedy=True), max_tokens=5)
+        short = asyncio.create_task(client.generate(greedy))
+        await gate.allow(30)
+        await short
+        assert not begun.done()
+        gate.open()
+        assert len((await begun).token_ids) == 150
+
+
+@asynchronous
 async def test_generate_aborts_for_a_client_that_goes_away():
     engine = engine_of(MODEL, GLM)
     gate = Gate(engine)

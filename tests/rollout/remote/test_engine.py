@@ -221,6 +221,15 @@ def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEn
         assert engine.metrics()["servers/requests"] == 0
 
 
+def test_engine_stops_when_too_few_servers_are_left(engines: list[HttpEngine]):
+    engines[0].dies, engines[1].dies = 60, 90
+    with over(engines) as engine:
+        with pytest.raises(RuntimeError, match="0 of 2 servers are left, expected at least 1"):
+            engine.generate(PROMPTS, SAMPLING)
+        with pytest.raises(RuntimeError, match="0 of 2 servers"):
+            engine.load_weights([], 2)
+
+
 def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpEngine]):
     """Two threads generate while a third publishes; no request begins meanwhile."""
     for each in engines:

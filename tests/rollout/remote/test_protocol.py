@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
+from pyrl_ext.samples import Sampling
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TOKENS = st.lists(st.integers(0, 300_000), min_size=1, max_size=12).map(tuple)
@@ -205,6 +206,15 @@ def test_request_refuses_sampling(name: str, value: object):
     body["sampling_params"][name] = value
     with pytest.raises(ProtocolError, match="request"):
         Request.from_json(wire(body))
+
+
+def test_request_of_sampling_draws_as_it_says():
+    sampling = Sampling(9, temperature=0.7, top_p=0.5, top_k=3, stop_ids=(4,), stop=("x",))
+    made = Request.of(sampling, "r", [1], max_tokens=2)
+    assert (made.temperature, made.top_p, made.top_k) == (0.7, 0.5, 3)
+    assert (made.stop_ids, made.stop, made.max_tokens) == ((4,), ("x",), 2)
+    greedy = Request.of(Sampling(9, greedy=True, top_k=3), "r", [1], max_tokens=2)
+    assert (greedy.temperature, greedy.top_k) == (0.0, 0)
 
 
 def test_seed_differs_by_stream_and_length():

@@ -86,6 +86,20 @@ def test_router_keeps_groups_together_and_spreads_them(engines: list[HttpEngine]
     assert min(map(len, held)) >= 6
 
 
+def test_router_keeps_the_turns_of_a_trajectory_with_one_server(engines: list[HttpEngine]):
+    async def use(router: Router) -> None:
+        async def trajectory(prompt: int) -> None:
+            for turn in range(3):
+                await router.answer(prompt, request_of(prompt, turn))
+
+        await asyncio.gather(*map(trajectory, range(12)))
+        router.forget(range(12))
+
+    route(engines, use)
+    held = [{request.random_stream[1] for request in each.asked} for each in engines]
+    assert sum(map(len, held)) == len(set.union(*held)) == 12
+
+
 def test_router_gives_a_server_no_more_than_its_limit(engines: list[HttpEngine]):
     for each in engines:
         each.seconds = 0.01  # a token: requests overlap

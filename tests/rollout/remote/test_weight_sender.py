@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -108,6 +109,17 @@ def test_send_gives_every_engine_all_tensors_within_two_buffers():
                 assert sending.sent_bytes > 3 * sum(t.nbytes for _, t in weights())
 
 
+def test_send_leaves_out_what_engines_do_not_hold():
+    def keep(name: str) -> bool:
+        return int(name.split(".")[1]) % 3 != 1
+
+    wanted = {name: shape for name, shape in SHAPES.items() if keep(name)}
+    with ThreadPoolExecutor(1) as pool, transfer(1, wanted=wanted) as (sending, infos):
+        came = pool.submit(engine, infos[0], wanted)
+        sending.send(weights())
+        assert same(came.result(), keep=keep)
+
+
 def test_send_goes_on_without_an_engine_that_fails():
     """One never comes, one leaves in the middle, one stops reading; the others get everything."""
     with ThreadPoolExecutor(4) as pool, transfer(5, limit=1.0) as (sending, infos):
@@ -123,6 +135,18 @@ def test_send_goes_on_without_an_engine_that_fails():
         )
         assert "did not connect within 1 s" in sending.failed[engine_at(3)]
         stalled.close()
+
+
+def test_broadcast_sends_every_byte_once():
+    payload = sum(tensor.nbytes for _, tensor in weights())
+    with ThreadPoolExecutor(3) as pool, transfer(3, broadcast=True) as (sending, infos):
+        came = [pool.submit(engine, info) for info in infos]
+        sending.send(weights())
+        assert all(same(each.result()) for each in came)
+        assert sending.failed == {}
+        assert payload < sending.sent_bytes < 1.1 * payload
+        assert sending._broadcast is not None  # its time is off the time for all buckets
+        assert 0 < sending._broadcast._left < DEADLINE
 
 
 def test_broadcast_breaks_for_all_engines_at_once(
@@ -189,6 +213,26 @@ def test_broadcast_by_nccl_needs_engines_on_gpus():
         Broadcast(route, torch.device("cpu"), lambda: None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": 1},
+        {"host": 1},
+        {"host": ""},
+        {"port": True},
+        {"port": 1 << 16},
+        {"silence": -1},
+        {"backend": "mpi"},
+        {"rank": -1},
+        {"size": 1025},
+    ],
+)
+def test_route_refuses_other_fields(change: dict[str, Any]):
+    assert BroadcastRoute.parse(json.dumps(MEMBER).encode()).size == 3
+    with pytest.raises(TransferError, match="expected"):
+        BroadcastRoute.parse(json.dumps(MEMBER | change).encode())
+
+
 def joined(info: dict[str, Any]) -> socket.socket:
     """A connection that sent its key and reads nothing more."""
     (sender,) = info["senders"]
@@ -225,6 +269,21 @@ def test_send_says_that_the_trainer_took_no_connection():
         sending.send(weights())
     assert sending.failed.keys() == {engine_at(0), engine_at(1)}
     assert all("the trainer's accept failed" in why for why in sending.failed.values())
+
+
+def test_send_that_fails_leaves_engines_without_new_weights():
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for i, each in enumerate(weights()):
+            if i == 30:
+                raise FloatingPointError("no more")
+            yield each
+
+    with ThreadPoolExecutor(1) as pool, transfer(1) as (sending, infos):
+        came = pool.submit(engine, infos[0])
+        with pytest.raises(FloatingPointError):
+            sending.send(broken())
+        with pytest.raises(TransferError, match="an end after"):
+            came.result()
 
 
 def test_update_names_what_the_trainer_did_not_send():
