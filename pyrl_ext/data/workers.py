@@ -301,8 +301,6 @@ class Pool:
             if (worker := self._of_owner.pop(owner, None)) is None:
                 return
             worker.owners.discard(owner)
-            if worker.retired and not worker.owners:
-                worker.kill()
         worker.send(pickle.dumps([_Request(next(self._numbers), owner, "forget", ())]))
 
     def close(self) -> None:

@@ -66,14 +66,14 @@ def test_generate_gives_up_a_server_that_hangs(after: int):
 
         async def use(server: Server) -> bool:
             part = Partial(request_of(1))
-            with pytest.raises(ServerFailed, match=f"no token for 1 s, after {after} of"):
+            with pytest.raises(ServerFailed, match=f"no token for 3 s, after {after} of"):
                 await server.generate(request_of(1), part)
             assert len(part.token_ids) == after and server.failure is not None
             with pytest.raises(ServerFailed, match="no token for"):
                 await server.generate(request_of(2), Partial(request_of(2)))
             return await server.healthy()
 
-        assert ask(engine, use, silence=1.0)
+        assert ask(engine, use, silence=3.0)
 
 
 def test_generate_waits_longer_for_a_server_that_generates_for_others():
@@ -83,12 +83,12 @@ def test_generate_waits_longer_for_a_server_that_generates_for_others():
 
         async def use(server: Server) -> None:
             waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(4)
             assert server.failure is None
             engine.hangs_after = None
             await waiting
 
-        ask(engine, use, silence=0.5)
+        ask(engine, use, silence=3.0)
 
 
 def test_generate_is_patient_while_weights_are_published():

@@ -70,7 +70,7 @@ def test_train_goes_on_without_a_server(
     with ServerProcess(tmp_path / "log", COMMON) as third:
         _ = third.address
         during = During(tmp_path / "apart", lambda: third.signal(number))
-        asked = ("rollout.request_timeout=2", "rollout.publish_timeout=6")
+        asked = ("rollout.request_timeout=6", "rollout.publish_timeout=15")
         code, said = run(tmp_path / "apart", over([steady, third]), *asked)
         assert code == 0 and during.acted.is_set()
     assert_same(tmp_path / "apart", beside)

@@ -44,7 +44,7 @@ KINDS: list[type[Good]] = [*HOSTILE, *GOOD]
 def held() -> Any:
     """One rollout with every kind of environment at the same time, in one worker."""
     kinds = dict(enumerate(KINDS))
-    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=3.0)
+    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=6.0)
     by_kind = {kind: found[i, 0] for i, kind in enumerate(KINDS)}
     return by_kind, feed
 
@@ -81,7 +81,7 @@ def test_converse_counts_hostile_environments_by_reason(held: Any):
 
 @pytest.mark.parametrize("kind", ENDS_WORKER)
 def test_converse_replaces_a_worker_and_drops_the_trajectories_that_it_held(kind: type[Good]):
-    found, feed = hold({0: kind, 1: Waits}, prompts=2, size=1, timeout=1.5)
+    found, feed = hold({0: kind, 1: Waits}, prompts=2, size=1, timeout=4.0)
     assert reason(found[0, 0]) == ENDS_WORKER[kind]
     assert "test.step(prompt 0, trajectory 0, turn 0)" in str(found[0, 0].dropped)
     assert reason(found[1, 0]) == ENDS_WORKER[kind]
