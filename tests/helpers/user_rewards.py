@@ -66,6 +66,11 @@ def _spins() -> float:
         pass
 
 
+def _takes_2_seconds() -> float:
+    time.sleep(2.0)
+    return 1.0
+
+
 def _waits_for_a_process() -> float:
     subprocess.run(["sleep", "3600"], check=True)
     return 1.0
@@ -85,6 +90,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "crashes": lambda: ctypes.string_at(0),
     "leaves a process": _leaves_a_process,
     "spins": _spins,
+    "takes 2 s": _takes_2_seconds,
     "waits for a process": _waits_for_a_process,
     "process": os.getpid,
     "torch": lambda: "torch" in sys.modules,
