@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pyrl_ext.data.files import Broken, cut
+from pyrl_ext.data.tokenizer import Tokenizer
 
 # as transformers looks for it
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts, records and rewards use."""
-
-    eos_token_id: int
-    unk_token_id: int | None
-    chat_template: str | None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[str]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def get_chat_template(self) -> str: ...
-
-    def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any: ...
 
 
 def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:

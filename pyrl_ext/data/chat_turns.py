@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.environment import Context, StepResult
 from pyrl_ext.data.rewards import exact_match, read_reward
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.parallel.user_code import describe, load_callable
 from pyrl_ext.prompt import Prompt
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image as PIL
 
-from pyrl_ext.data.chat import Tokenizer, check_known, render
+from pyrl_ext.data.chat import check_known, render
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.data.tasks import DRAWS, credit, draw_split
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.plan.task_options import CELL, COLOURS, PICTURES, PictureOptions, read_options
 from pyrl_ext.samples import Prompt
 

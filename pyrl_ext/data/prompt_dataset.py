@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.chat_turns import check_template
 from pyrl_ext.data.environment import EnvironmentHost
 from pyrl_ext.data.files import open_records
@@ -18,7 +17,7 @@ from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, WorkerReward, load_reward, score
 from pyrl_ext.data.sft import Encoder, SftSource
 from pyrl_ext.data.tasks import Task
-from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
 from pyrl_ext.data.workers import Pool
 from pyrl_ext.parallel.topology import launched
 from pyrl_ext.plan import Plan

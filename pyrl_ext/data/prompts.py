@@ -8,10 +8,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render
+from pyrl_ext.data.chat import check_known, check_size, render
 from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
 from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.samples import Prompt
 
 AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it

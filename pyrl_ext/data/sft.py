@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
+from pyrl_ext.data.chat import check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, DataError, Records, cut, refuse
 from pyrl_ext.data.images import ImageReader, Placed, images_of, place
 from pyrl_ext.data.sampler import Epochs
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.samples import Image, Sample
 
 

@@ -1,12 +1,32 @@
-"""Load a tokenizer folder."""
+"""Tokenizers of Hugging Face folders."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.files import DataError
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts, records and rewards use."""
+
+    eos_token_id: int
+    unk_token_id: int | None
+    chat_template: str | None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[str]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def get_chat_template(self) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any: ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

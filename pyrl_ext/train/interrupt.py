@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -34,7 +34,7 @@ class Interrupt:
         print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
 
     @contextmanager
-    def handled(self) -> Iterator[Interrupt]:
+    def handled(self) -> Generator[Interrupt]:
         """Handle SIGINT and SIGTERM inside the block; then restore the handlers."""
         before = [signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)]
         try:

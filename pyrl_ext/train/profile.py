@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def _peak(device: torch.device) -> int:
 
 
 @contextmanager
-def profiled(plan: Plan, device: torch.device, step: int) -> Iterator[None]:
+def profiled(plan: Plan, device: torch.device, step: int) -> Generator[None]:
     """Trace what this rank does in the ``with`` block, if ``log.profile`` names the step.
 
     Writes ``RUN/trace/step-<n>-rank-<r>.json.gz`` in Chrome's format, which Perfetto opens. The

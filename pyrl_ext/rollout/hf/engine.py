@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.parallel.offload import OffloadedStorage
 from pyrl_ext.plan.schema.lora import Lora

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.rollout.engine import TurnFeed, need_processor
 from pyrl_ext.rollout.hf.cache import SlotCache
 from pyrl_ext.rollout.hf.model import RoutedModel

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
 from pyrl_ext.samples import Sampling
 

@@ -13,7 +13,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -273,7 +273,7 @@ class Sender:
 
 
 @contextmanager
-def _lost_readers() -> Iterator[None]:
+def _lost_readers() -> Generator[None]:
     """Turns the errors about a lost reader into `ReaderLost`."""
     try:
         yield

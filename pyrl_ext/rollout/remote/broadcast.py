@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -199,7 +199,7 @@ def _end_group(groups: list[Any], method: str) -> None:
 
 
 @contextmanager
-def _no_watchdog() -> Iterator[None]:
+def _no_watchdog() -> Generator[None]:
     """By default torch's watchdog ends the process of a group that fails: the trainer's, when an
     engine dies. No other group is made while a weight sync begins."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
@@ -214,7 +214,7 @@ def _no_watchdog() -> Iterator[None]:
 
 
 @contextmanager
-def _as_transfer_error() -> Iterator[None]:
+def _as_transfer_error() -> Generator[None]:
     """Errors of gloo, NCCL and of a GPU's memory are RuntimeErrors."""
     try:
         yield

@@ -198,7 +198,7 @@ class Answer:
             }
             for token, logprob, top in rows
         ]
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "token_ids": list(self.token_ids[begin:]),
             "logprobs": {"content": content},

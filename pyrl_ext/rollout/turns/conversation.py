@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pyrl_ext.data.chat import Tokenizer, check_known, check_size
+from pyrl_ext.data.chat import check_known, check_size
 from pyrl_ext.data.environment import Context, Observation, StepResult
 from pyrl_ext.data.files import Broken
+from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.parallel.user_code import describe, shown
 from pyrl_ext.plan.schema.turns import Turns
