@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import triton
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.tables import show
 from tests.helpers.launch_shapes import ROWS, launch_shapes
 from tests.helpers.offline_triton import Variant, offline
 
@@ -109,16 +108,10 @@ def all_binaries() -> Iterator[Binary]:
 def main() -> None:
     file = extension()
     print(f"Triton {triton.__version__}; {file.name if file else 'the extension is not built'}")
-    table = Table()
-    for column in ("kernel", "target", "registers", "spills [B]", "shared [B]"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    spilled = []
-    for binary in all_binaries():
-        name, target, *numbers = binary
-        table.add_row(name, f"sm_{target}", *map(str, numbers))
-        if binary.spills:
-            spilled.append(f"{name} on sm_{target}")
-    Console(width=120).print(table)
+    found = [*all_binaries()]
+    rows = [[name, f"sm_{target}", *map(str, numbers)] for name, target, *numbers in found]
+    show(("kernel", "target", "registers", "spills [B]", "shared [B]"), rows, width=120)
+    spilled = [f"{each.kernel} on sm_{each.target}" for each in found if each.spills]
     if spilled:
         sys.exit(f"kernels that spill, expected none: {', '.join(spilled)}")
 

@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import yaml
-from torch import Tensor
 
-from benchmarks.end_to_end import index_of
+from benchmarks.configs import TINY
+from benchmarks.end_to_end import batch_of, index_of
+from benchmarks.measure import in_turns
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
@@ -39,7 +38,6 @@ from pyrl_ext.schedule.cp_problem import CostModel, Exchange
 from pyrl_ext.schedule.cp_sizes import cp_sizes
 from pyrl_ext.trainer.policy import Policy
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SHAPES = ((64,) * 4, (256,), (64,) * 16, (1024,), (256,) * 8, (2048,), (1024, 512, 256), (3072,))
 """Lengths of the samples of each microbatch."""
 ROUNDS = 7
@@ -81,7 +79,7 @@ def timings(arguments: Sequence[str]) -> list[Timed]:
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """(config, overrides)."""
     given = [a for a in arguments if "=" not in a]
-    return given[0] if given else str(CONFIG), [a for a in arguments if "=" in a]
+    return given[0] if given else str(TINY), [a for a in arguments if "=" in a]
 
 
 LAYOUT = ("parallel.dp", "parallel.cp", "parallel.dynamic_cp", "replay")
@@ -130,21 +128,12 @@ def report(timed: Sequence[Timed], cost: CostModel) -> list[str]:
 def fit(timed: Sequence[Timed]) -> CostModel:
     """Costs, none negative, with the least relative errors."""
     alone = [t for t in timed if t.cp_size == 1]
-    launch, token, square = _robust(
-        [(1.0, sum(t.lengths), sum(n * n for n in t.lengths)) for t in alone],
-        [t.seconds for t in alone],
-        [t.seconds for t in alone],
-    )
+    launch, token, square = _robust(alone, [t.seconds for t in alone])
+    own = CostModel(token, square, launch)
     exchanges = []
     for size in sorted({t.cp_size for t in timed} - {1}):
         shared = [t for t in timed if t.cp_size == size]
-        own = CostModel(token, square, launch)
-        part = (size - 1) / size
-        beyond = _robust(
-            [(1.0, sum(t.lengths) * part, sum(n * n for n in t.lengths)) for t in shared],
-            [t.seconds - predicted(own, t) for t in shared],
-            [t.seconds for t in shared],
-        )
+        beyond = _robust(shared, [t.seconds - predicted(own, t) for t in shared], (size - 1) / size)
         exchanges.append(Exchange(size, *beyond))
     return CostModel(token, square, launch, tuple(exchanges))
 
@@ -156,41 +145,38 @@ def predicted(cost: CostModel, timed: Timed) -> float:
     return cost.launch_seconds + fixed + work
 
 
-def _robust(
-    rows: Sequence[Sequence[float]], values: Sequence[float], times: Sequence[float]
-) -> list[float]:
-    """Coefficients, none negative, that leave the least errors relative to ``times``: squared up to
-    `USUAL`, linear beyond (Huber), by weights that are computed anew from each fit."""
-    found = _least_squares(rows, values, times)
+def _robust(timed: Sequence[Timed], values: Sequence[float], part: float = 1.0) -> list[float]:
+    """Coefficients of 1, ``part`` of the tokens and squared tokens, none negative, that leave the
+    least errors relative to the times: squared up to `USUAL`, linear beyond (Huber), by weights
+    that are computed anew from each fit."""
+    rows = [(1.0, sum(t.lengths) * part, sum(n * n for n in t.lengths)) for t in timed]
+    table = np.array(rows)
+    sought = np.array(values)
+    times = np.array([t.seconds for t in timed])
+    found = _least_squares(table / times[:, None], sought / times)
     for _ in range(10):
-        fitted = [sum(c * x for c, x in zip(found, row, strict=True)) for row in rows]
-        errors = [abs(f - v) / t for f, v, t in zip(fitted, values, times, strict=True)]
-        units = [t * max(1.0, e / USUAL) ** 0.5 for t, e in zip(times, errors, strict=True)]
-        found = _least_squares(rows, values, units)
-    return found
+        errors = abs(table @ found - sought) / times
+        units = times * np.maximum(1.0, errors / USUAL) ** 0.5
+        found = _least_squares(table / units[:, None], sought / units)
+    return found.tolist()
 
 
-def _least_squares(
-    rows: Sequence[Sequence[float]], values: Sequence[float], units: Sequence[float]
-) -> list[float]:
-    """Coefficients, none negative, of the best fit relative to ``units``: columns whose
-    coefficients would be negative are left out, by trying all choices of columns."""
-    unit = torch.tensor(units, dtype=torch.float64)
-    table = torch.tensor(rows, dtype=torch.float64) / unit[:, None]
-    sought = torch.tensor(values, dtype=torch.float64) / unit
-    scale = table.abs().amax(0)
-    best = torch.zeros_like(scale)
-    least = sought.square().sum()
+def _least_squares(table: np.ndarray, sought: np.ndarray) -> np.ndarray:
+    """Coefficients, none negative, of the best fit: columns whose coefficients would be negative
+    are left out, by trying all choices of columns."""
+    scale = abs(table).max(0)
+    best = np.zeros_like(scale)
+    least = np.square(sought).sum()
     for count in range(1, len(scale) + 1):
         for chosen in map(list, combinations(range(len(scale)), count)):
             part = (table / scale)[:, chosen]
-            found = torch.linalg.lstsq(part, sought[:, None]).solution[:, 0]
-            error = (part @ found - sought).square().sum()
+            found = np.linalg.lstsq(part, sought)[0]
+            error = np.square(part @ found - sought).sum()
             if (found >= 0).all() and error < least:
-                best = torch.zeros_like(scale)
-                least = error
+                best = np.zeros_like(scale)
                 best[chosen] = found
-    return (best / scale).tolist()
+                least = error
+    return best / scale
 
 
 def as_yaml(cost: CostModel) -> str:
@@ -213,31 +199,29 @@ def measure(plan: Plan, shapes: Sequence[Sequence[int]]) -> list[Timed]:
         policy = Policy.build(plan, topo)
         loss = build_loss(plan.objective)
 
-        def seconds(copies: BatchShard) -> float:
-            start = time.perf_counter()
-            policy.accumulate(copies, loss)
+        def gradient(shard: BatchShard) -> None:
+            policy.accumulate(shard, loss)
             if plan.device == "cuda":
                 torch.cuda.synchronize()
-            return time.perf_counter() - start
 
-        shards = [(_shard(policy, lengths, 1), _shard(policy, lengths, 3)) for lengths in shapes]
-        # the first round loads what is loaded once, and attention compiles in shapes
-        rounds = [
-            [(seconds(three) - seconds(one)) / 2 for one, three in shards]
-            for _ in range(1 + ROUNDS)
+        runs = [
+            partial(gradient, _shard(policy, lengths, copies))
+            for lengths in shapes
+            for copies in (1, 3)
         ]
-    taken = list(zip(*rounds[1:], strict=True))
+        # the first round loads what is loaded once, and attention compiles in shapes
+        times = np.array(in_turns(runs, ROUNDS))
+    taken = (times[1::2] - times[::2]) / 2
     return [
         _timed(plan.parallel.cp, tuple(each), took)
         for each, took in zip(shapes, taken, strict=True)
     ]
 
 
-def _timed(size: int, lengths: tuple[int, ...], taken: Sequence[float]) -> Timed:
+def _timed(size: int, lengths: tuple[int, ...], taken: np.ndarray) -> Timed:
     """The median of the rounds; at least a microsecond, which a busy machine may undercut."""
-    median = max(1e-6, statistics.median(taken))
-    away = statistics.median(abs(each - median) for each in taken)
-    return Timed(size, lengths, median, away / median)
+    median = max(1e-6, float(np.median(taken)))
+    return Timed(size, lengths, median, float(np.median(abs(taken - median))) / median)
 
 
 def _shard(policy: Policy, lengths: Sequence[int], copies: int) -> BatchShard:
@@ -246,17 +230,13 @@ def _shard(policy: Policy, lengths: Sequence[int], copies: int) -> BatchShard:
     topo = policy.topo
     rows = copies * sum(lengths)
     draw = torch.Generator().manual_seed(0)
-    batch = Batch(
-        seqlens=tuple(lengths) * copies,
-        tokens=_tokens(plan.sizes.vocab_size, rows, draw),
-        targets=_tokens(plan.sizes.vocab_size, rows, draw),
-        positions=torch.cat([torch.arange(n) for n in lengths] * copies),
-        loss_mask=torch.ones(rows, dtype=torch.bool),
+    tokens = torch.randint(0, plan.sizes.vocab_size, (2, rows), generator=draw)
+    batch = batch_of(
+        tuple(lengths) * copies,
+        tokens=tokens[0],
+        targets=tokens[1],
         rollout_logprobs=torch.full((rows,), -4.0),
         advantages=torch.randn(rows, generator=draw),
-        routes=None,
-        layer_ids=(),
-        route_mask=torch.zeros(rows, dtype=torch.bool),
     )
     ids = range(len(batch.seqlens))
     microbatches = (
@@ -267,10 +247,6 @@ def _shard(policy: Policy, lengths: Sequence[int], copies: int) -> BatchShard:
     shard, _ = shard_batch(batch, index_of(batch, topo.rank), [schedule], plan, topo)
     held = torch.full((len(shard.rows.tokens),), -4.0)
     return shard.with_columns(old_logprobs=held)
-
-
-def _tokens(vocabulary: int, rows: int, draw: torch.Generator) -> Tensor:
-    return torch.randint(0, vocabulary, (rows,), generator=draw)
 
 
 def main(arguments: Sequence[str]) -> None:

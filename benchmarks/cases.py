@@ -6,21 +6,14 @@ from pkgutil import resolve_name
 
 from benchmarks.measure import Case
 
-FAMILIES = {
-    "gather_rows": "benchmarks.cases_rows:gather_rows",
-    "gather_fields": "benchmarks.cases_rows:gather_fields",
-    "gather_routes": "benchmarks.cases_routes:gather_routes",
-    "layout": "benchmarks.cases_layout:layout",
-    "feed": "benchmarks.cases_feed:feed",
-    "replay_probs": "benchmarks.cases_router:replay_probs",
-    "swiglu": "benchmarks.cases_swiglu:swiglu",
-    "rms_norm": "benchmarks.cases_rms_norm:rms_norm",
-    "gated_delta_rule": "benchmarks.cases_sequences:gated_delta_rule",
-    "expert_rows": "benchmarks.cases_expert_rows:expert_rows",
-    "experts": "benchmarks.cases_experts:experts",
-    "token_logprob": "benchmarks.cases_logprob:token_logprob",
-    "linear_logprob": "benchmarks.cases_linear:linear_logprob",
+FILES = {
+    "cases_pack": ("gather_rows", "gather_fields", "gather_routes", "layout", "feed"),
+    "cases_ops": ("replay_probs", "swiglu", "rms_norm", "gated_delta_rule", "expert_rows"),
+    "cases_experts": ("experts",),
+    "cases_logprob": ("token_logprob",),
+    "cases_linear": ("linear_logprob",),
 }
+FAMILIES = {name: f"benchmarks.{file}:{name}" for file, names in FILES.items() for name in names}
 
 # Timed with glibc's own malloc, as a user runs them: what they are compared with needs much memory.
 # Others write a large result, and so as not to time the page faults of that malloc keeps what is

@@ -1,8 +1,8 @@
 """experts: a layer's routed experts forward and backward, and megatron's, one after the other."""
 
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,13 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from benchmarks.measure import Case
+from benchmarks.configs import TINY
+from benchmarks.measure import Case, near
 from pyrl_ext.megatron.grouped_experts import GroupedExperts
 from pyrl_ext.ops import squared
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 # experts, hidden, width, rows: of the demo's update, of a wider model, of GLM-4.7-Flash
 SIZES = [(8, 64, 32, 2048), (64, 512, 256, 32768)]
 SIZES_CUDA = [*SIZES, (64, 2048, 1536, 32768)]
@@ -56,12 +56,17 @@ def build_pair(
     with torch.no_grad():
         for weight in (ours.linear_fc1, ours.linear_fc2):
             weight.normal_(std=weight.shape[-1] ** -0.5)
-        for expert, fc1, fc2 in zip(
-            theirs.local_experts, ours.linear_fc1, ours.linear_fc2, strict=True
-        ):
-            expert.linear_fc1.weight.copy_(fc1)
-            expert.linear_fc2.weight.copy_(fc2)
+        fill(theirs, ours)
     return ours, theirs
+
+
+def fill(theirs: Any, ours: Any) -> None:
+    """megatron's experts get our weights."""
+    for expert, fc1, fc2 in zip(
+        theirs.local_experts, ours.linear_fc1, ours.linear_fc2, strict=True
+    ):
+        expert.linear_fc1.weight.copy_(fc1)
+        expert.linear_fc2.weight.copy_(fc2)
 
 
 def inputs(
@@ -87,18 +92,11 @@ def both_ways(
     return [output.detach(), *found[:2], *grads]
 
 
-def close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """True if each of both is equal up to 1e-5 of its largest, in bfloat16 up to 2 %."""
-    pairs = zip(ours, theirs, strict=True)
-    bound = 1e-5 if ours[0].dtype == torch.float32 else 2e-2
-    return all((a - b).abs().max() <= bound * b.abs().max() for a, b in pairs)
-
-
 def experts(device: str, shrink: int = 1) -> Iterator[Case]:
     """Forward and backward of one layer's experts, whose rows are drawn evenly; on cuda in bf16."""
     device = "cpu" if device == "meta" else device  # groups are on one or the other
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    plan = compile_plan(CONFIG, [f"device={device}", f"run={tempfile.gettempdir()}/experts"])
+    plan = compile_plan(TINY, [f"device={device}", f"run={tempfile.gettempdir()}/experts"])
     with topology.start(plan) as topo:
         groups = SimpleNamespace(ep=topo.groups.ep, expt_tp=topo.groups.expt_tp)
         groups.expt_dp = topo.groups.expt_dp
@@ -109,19 +107,14 @@ def experts(device: str, shrink: int = 1) -> Iterator[Case]:
             rows_in, _, probs, grad = inputs(chosen, hidden, dtype, device)
             there = chosen.to(device)  # ours needs no counts on the host
 
-            def run(
-                module: Any, counts: Tensor, x: Any = rows_in, p: Any = probs, g: Any = grad
-            ) -> Callable[[], list[Tensor]]:
-                return lambda: both_ways(module, x, counts, p, g)
-
             weights = 3 * count * hidden * width
             yield Case(
                 f"experts forward and backward, {count} of {hidden} x {width}, {rows} rows",
-                run(pair[0], there),
-                {"SequentialMLP": run(pair[1], chosen)},
+                partial(both_ways, pair[0], rows_in, there, probs, grad),
+                {"SequentialMLP": partial(both_ways, pair[1], rows_in, chosen, probs, grad)},
                 moved=dtype.itemsize * (3 * weights + rows * (4 * hidden + 8 * width)),
                 written=dtype.itemsize * (weights + 2 * rows * hidden),
-                agree=close,
+                agree=partial(near, bound=1e-5 if dtype == torch.float32 else 2e-2),
                 flops=18 * rows * hidden * width,
                 product=_product(rows // count, hidden, 2 * width, dtype, device),
                 at_least={"SequentialMLP": 2} if hidden < 512 else {},

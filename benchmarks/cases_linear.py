@@ -5,15 +5,16 @@ the gradients and, once more in float32, the sums that the weight's is made of.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import peers_logprob as peers
-from benchmarks.cases_logprob import ERROR, EXACT_ROWS, Values, exact_error
+from benchmarks.cases_logprob import ERROR, EXACT_ROWS, Values, exact_error, gradients
 from benchmarks.measure import Case, call_seconds
 from pyrl_ext.loss import fused_head as fused
 from pyrl_ext.loss.fused_head.chunking import plan_call
@@ -36,13 +37,7 @@ class Problem(NamedTuple):
     grads: Tensor  # [2, T] float32, of log-probs and entropies
 
     def gradients(self, logprob: Tensor, entropy: Tensor | None) -> Values:
-        """Log-probs, entropies and gradients; without entropies the gradients are not compared."""
-        leaves = self.hidden, self.weight
-        if entropy is None:
-            torch.autograd.grad(logprob, leaves, self.grads[0] if logprob.ndim else None)
-            return logprob.detach(), None, None, None
-        grads = torch.autograd.grad((logprob, entropy), leaves, [*self.grads])
-        return logprob.detach(), entropy.detach(), *grads
+        return gradients(logprob, entropy, (self.hidden, self.weight), self.grads)
 
 
 def linear_logprob(device: str, shrink: int = 1) -> Iterator[Case]:
@@ -129,8 +124,9 @@ def _cases(
     tokens, (vocab, size) = len(hidden), weight.shape
     few = hidden[:EXACT_ROWS].detach().double() @ weight.detach().double().t()
     exact = peers.eager_as_is(few, targets[:EXACT_ROWS])
-    chunk, product = _product(problem)
+    product = _product(problem)
     on_cpu = device == "cpu"
+    cases = []
     for mode, (run, products) in {
         "recompute": (lambda: _outside(problem, 0), 4),
         "cache": (lambda: _outside(problem, 2 * tokens * vocab), 3),
@@ -138,54 +134,47 @@ def _cases(
     }.items():
         fast = {} if on_cpu or mode != "callback" else {"% of floor": 70}
         lean = {} if on_cpu or mode != "callback" else {"MB beyond the result": 2000}
-        yield Case(
-            f"{mode} {name}",
-            run,
-            others,
-            moved=hidden.nbytes + weight.nbytes + _written(problem),
-            written=_written(problem),
-            at_least=_bar(weight) if on_cpu else fast,
-            at_most=lean,
-            agree=partial(agree, cached=mode == "cache"),
-            error=exact_error(exact),
-            error_at_most=ERROR if on_cpu else TENSOR_CORE_ERROR,
-            flops=2 * products * tokens * vocab * size,
-            product=(product, 2 * chunk * vocab * size),
+        cases.append(
+            Case(
+                f"{mode} {name}",
+                run,
+                others,
+                moved=hidden.nbytes + weight.nbytes + _written(problem),
+                written=_written(problem),
+                at_least=_bar(weight) if on_cpu else fast,
+                at_most=lean,
+                agree=partial(agree, cached=mode == "cache"),
+                error=exact_error(exact),
+                error_at_most=ERROR if on_cpu else TENSOR_CORE_ERROR,
+                flops=2 * products * tokens * vocab * size,
+                product=product,
+            )
         )
+    yield from cases
     if on_cpu:
-        yield _half(name, problem, exact, (product, 2 * chunk * vocab * size))
+        yield _half(cases[0], problem, exact)
 
 
-def _half(
-    name: str,
-    problem: Problem,
-    exact: peers.Pair,
-    product: tuple[Callable[[], Any], float],
-) -> Case:
+def _half(whole: Case, problem: Problem, exact: peers.Pair) -> Case:
     """Prompts carry no loss: ours leaves their rows out, a loop over all rows does not."""
     rows = torch.arange(0, len(problem.hidden), 2)
     grads = torch.zeros_like(problem.grads)
     grads[:, rows] = problem.grads[:, rows]
     problem = problem._replace(grads=grads)
-    (vocab, size), others = problem.weight.shape, _others(problem, {})
+    loop = "chunks, fp32 logits"
+    error = exact_error(tuple(x[::2] for x in exact if x is not None))  # type: ignore[arg-type]
 
     def values(found: Values) -> Values:
         return *(x[rows] for x in found[:2] if x is not None), *found[2:]
 
-    error = exact_error(tuple(x[::2] for x in exact if x is not None))  # type: ignore[arg-type]
-
-    return Case(
-        f"recompute, half of the rows carry no loss {name}",
-        lambda: _outside(problem, 0, rows),
-        {"chunks, fp32 logits": others["chunks, fp32 logits"]},
-        moved=problem.hidden.nbytes + problem.weight.nbytes + _written(problem),
-        written=_written(problem),
-        at_least=_bar(problem.weight),
+    return replace(
+        whole,
+        name=whole.name.replace("recompute", "recompute, half of the rows carry no loss"),
+        run=lambda: _outside(problem, 0, rows),
+        baselines={loop: _others(problem, {})[loop]},
         agree=lambda a, b: agree(values(a), values(b), cached=False),
         error=lambda found: error(values(found)),
-        error_at_most=ERROR,
-        flops=8 * len(rows) * vocab * size,
-        product=product,
+        flops=whole.flops / 2,
     )
 
 
@@ -214,14 +203,13 @@ def agree(ours: Values, theirs: Values, cached: bool) -> bool:
     )
 
 
-def _product(problem: Problem) -> tuple[int, Callable[[], Tensor]]:
-    """The tokens of a chunk, and the product that gives its logits in the type of the weight."""
+def _product(problem: Problem) -> tuple[Callable[[], Tensor], float]:
+    """The product that gives a chunk's logits in the type of the weight, and its operations."""
     hidden, weight, targets, _ = problem
     call = plan_call("linear_logprob", hidden, weight, targets, None, chunk_bytes=fused.CHUNK_BYTES)
-    chunk = call.chunks[0].part.stop
-    x = hidden.detach()[:chunk]
+    x = hidden.detach()[: call.chunks[0].part.stop]
     rows = weight.detach()
-    return chunk, lambda: torch.mm(x, rows.t())
+    return lambda: torch.mm(x, rows.t()), 2 * len(x) * weight.numel()
 
 
 def _outside(problem: Problem, cache_bytes: int, rows: Tensor | None = None) -> Values:

@@ -1,6 +1,7 @@
 """token_logprob: log-prob and entropy, GLM-4.7-Flash's vocabulary, whole and one of 8 shards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,13 +50,14 @@ def _cases(
     device: str,
 ) -> Iterator[Case]:
     logits, targets, _ = problem
+    ours = partial(vocab_parallel_logprob, with_entropy=True)
     size = logits.nbytes
     of_rows = 8 * len(logits)
     name = f"{len(logits)} x {logits.shape[1]} {str(logits.dtype)[6:]}"
     exact = exact_error(peers.eager_as_is(logits[:EXACT_ROWS].double(), targets[:EXACT_ROWS]))
     yield Case(
         f"forward {name}",
-        _forward(logits, targets, _ours),
+        _forward(logits, targets, ours),
         {n: _forward(logits, targets, method) for n, method in methods.items()},
         moved=size,
         written=of_rows,
@@ -67,7 +69,7 @@ def _cases(
     held = {n: methods[n] for n in ("eager", "several passes")}  # others free what they keep
     yield Case(
         f"backward {name}",
-        _backward(*problem, _ours),
+        _backward(*problem, ours),
         {n: _backward(*problem, method) for n, method in held.items()},
         moved=2 * size,
         written=size,
@@ -79,7 +81,7 @@ def _cases(
     cpu = {"several passes": 10} | ({"torch.compile": times} if logits.shape[1] >= VOCAB else {})
     yield Case(
         f"both in place {name}",
-        _inplace(*problem, _ours_inplace),
+        _inplace(*problem, partial(ours, inplace=True)),
         {n: _both(*problem, method) for n, method in methods.items()} | writing,
         moved=3 * size,
         written=size,
@@ -118,14 +120,6 @@ def agree(ours: Values, theirs: Values) -> bool:
     return all(close(a, b) for a, b in pairs if a is not None and b is not None)
 
 
-def _ours(logits: Tensor, targets: Tensor) -> peers.Pair:
-    return vocab_parallel_logprob(logits, targets, with_entropy=True)
-
-
-def _ours_inplace(logits: Tensor, targets: Tensor) -> peers.Pair:
-    return vocab_parallel_logprob(logits, targets, inplace=True, with_entropy=True)
-
-
 def _forward(logits: Tensor, targets: Tensor, method: Method) -> Callable[[], Values]:
     @torch.no_grad()
     def run() -> Values:
@@ -137,14 +131,20 @@ def _forward(logits: Tensor, targets: Tensor, method: Method) -> Callable[[], Va
 def _both(logits: Tensor, targets: Tensor, grads: Tensor, method: Method) -> Callable[[], Values]:
     def run() -> Values:
         leaf = logits.detach().requires_grad_()
-        logprob, entropy = method(leaf, targets)
-        if entropy is None:
-            torch.autograd.grad(logprob, leaf, grads[0])  # of the log-prob alone: not compared
-            return logprob.detach(), None, None
-        (grad,) = torch.autograd.grad((logprob, entropy), leaf, [*grads.to(entropy.dtype)])
-        return logprob.detach(), entropy.detach(), grad
+        return gradients(*method(leaf, targets), (leaf,), grads)
 
     return run
+
+
+def gradients(
+    logprob: Tensor, entropy: Tensor | None, leaves: Sequence[Tensor], grads: Tensor
+) -> Values:
+    """Log-probs, entropies and gradients; those of log-probs alone are not compared."""
+    if entropy is None:
+        torch.autograd.grad(logprob, leaves, grads[0] if logprob.ndim else None)
+        return logprob.detach(), None, *(None for _ in leaves)
+    found = torch.autograd.grad((logprob, entropy), leaves, [*grads.to(entropy.dtype)])
+    return logprob.detach(), entropy.detach(), *found
 
 
 def _inplace(

@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
+from rich.progress import track
+
+from benchmarks.measure import in_turns
+from benchmarks.tables import markdown
 from pyrl_ext.pack.native_search import search_native
 from pyrl_ext.pack.schedule import plan_dynamic_cp
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
@@ -111,27 +115,15 @@ def planned(lengths: Sequence[int], ranks: int, limit: int) -> list[Groups]:
 
 
 class Row(NamedTuple):
-    """Results for one distribution and number of ranks."""
+    """Means of one distribution and number of ranks over the seeds."""
 
     lengths: str
     ranks: int
-    measures: tuple[Quality, ...]
-
-    @property
-    def balance(self) -> float:
-        return statistics.mean(q.balance for q in self.measures)
-
-    @property
-    def worst(self) -> float:
-        return max(q.balance for q in self.measures)
-
-    @property
-    def microbatches(self) -> float:
-        return statistics.mean(q.microbatches for q in self.measures)
-
-    @property
-    def cp(self) -> float:
-        return statistics.mean(q.cp for q in self.measures)
+    balance: float
+    worst: float
+    """The balance of the worst seed."""
+    microbatches: float
+    cp: float
 
     @property
     def passes(self) -> bool:
@@ -149,33 +141,31 @@ def row_of(lengths: Lengths, ranks: int, seeds: int) -> Row:
         batch = lengths.of(ranks, seed)
         plan = planned(batch, ranks, lengths.limit)
         measures.append(quality(plan, batch, ranks, lengths.limit))
-    return Row(lengths.name, ranks, tuple(measures))
+    balances, microbatches, cp = zip(*measures, strict=True)
+    means = statistics.mean(microbatches), statistics.mean(cp)
+    return Row(lengths.name, ranks, statistics.mean(balances), max(balances), *means)
 
 
 def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
     """Milliseconds of processor time of the fastest call for a batch of the first distribution."""
     batch = DISTRIBUTIONS[0]._replace(per_rank=samples // ranks).of(ranks, 0)
     limit = DISTRIBUTIONS[0].limit
-    taken = []
-    for _ in range(calls):
-        start = time.process_time()
-        search_native(CpGroups(ranks, limit, cost=affine(limit)).problem(batch))
-        taken.append(time.process_time() - start)
-    return 1e3 * min(taken)
+    problem = CpGroups(ranks, limit, cost=affine(limit)).problem
+    (times,) = in_turns([lambda: search_native(problem(batch))], calls, clock=time.process_time)
+    return 1e3 * min(times)
 
 
 def table(ranks: Sequence[int], seeds: int) -> bool:
     """Print the table; True if the planner meets its bars."""
     print(f"dynamic_cp: {seeds} seeds, {date.today()}\n")
-    print("| lengths | ranks | balance | worst seed | microbatches | CP |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    passes = True
-    for lengths in DISTRIBUTIONS:
-        for count in ranks:
-            row = row_of(lengths, count, seeds)
-            passes &= row.passes
-            numbers = f"{row.balance:.3f} | {row.worst:.3f} | {row.microbatches:.2f} | {row.cp:.1f}"
-            print(f"| {lengths.name} | {count} | {numbers} |", flush=True)
+    places = [(lengths, count) for lengths in DISTRIBUTIONS for count in ranks]
+    rows = [row_of(*place, seeds) for place in track(places, "plans", transient=True)]
+    cells = []
+    for row in rows:
+        measures = f"{row.balance:.3f}", f"{row.worst:.3f}", f"{row.microbatches:.2f}"
+        cells.append((row.lengths, f"{row.ranks}", *measures, f"{row.cp:.1f}"))
+    print(markdown(("lengths", "ranks", "balance", "worst seed", "microbatches", "CP"), cells))
+    passes = all(row.passes for row in rows)
     print(
         f"{'PASS' if passes else 'FAIL'}  balance at most {MEAN_BALANCE} in the mean and "
         f"{WORST_BALANCE} at worst, at most {MOST_MICROBATCHES} times the least microbatches"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,27 @@ from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
+
+
+def batch_of(seqlens: Sequence[int], kind: type[Any] = Batch, **fields: Any) -> Any:
+    """A batch of samples with so many rows each, of ``kind``.
+
+    Fields that are not given: tokens, log-probs and advantages are 0, all tokens are in the loss,
+    there are no routes; with routes, all rows have one.
+    """
+    rows = sum(seqlens)
+    defaults = {
+        "tokens": torch.zeros(rows, dtype=torch.int64),
+        "targets": torch.zeros(rows, dtype=torch.int64),
+        "positions": torch.cat([torch.arange(n) for n in seqlens]),
+        "loss_mask": torch.ones(rows, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(rows),
+        "advantages": torch.zeros(rows),
+        "routes": None,
+        "layer_ids": (),
+        "route_mask": torch.full((rows,), "routes" in fields),
+    }
+    return kind(seqlens=tuple(seqlens), **defaults | fields)
 
 
 def loss_tokens(batch: Batch, depth: int) -> np.ndarray:

@@ -7,7 +7,6 @@ it writes in several files with what it read. The bar: logits within 1e-4, tenso
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import tempfile
@@ -21,17 +20,17 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.end_to_end import microbatch
+from benchmarks.configs import TINY, hf_config, write_config
+from benchmarks.end_to_end import batch_of, microbatch
+from benchmarks.tables import markdown
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.hf.model import unbound_steps
 from pyrl_ext.trainer.policy import Policy
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 QWEN3_8B = {
     **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "head_dim": 128},
     **{"intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -79,12 +78,6 @@ TOKENS = 96
 ALLOWED = 1e-4
 
 
-def config_of(model: str | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(model, dict):
-        return model
-    return json.loads((CONFIGS / model / "config.json").read_text())
-
-
 def smaller(hf: dict[str, Any]) -> dict[str, Any]:
     sizes = {key: size for key, size in SMALLER.items() if hf.get(key) is not None}
     if "kv_lora_rank" not in hf:
@@ -108,31 +101,20 @@ def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
             # next to one or zero, as the model's norms are centred
             value.copy_(value + 0.3 * noise if "norm" in name else spread * noise)
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(hf))
+    write_config(folder, hf)
     return model
 
 
 def plan_of(folder: Path, hf: dict[str, Any]) -> Plan:
     model = {"family": hf["model_type"], "config": f"{folder}/config.json", "weights": folder}
     settings = [f"model.{key}={value}" for key, value in model.items()]
-    return compile_plan(CONFIGS / "tiny.yaml", [*settings, "replay=off"])
+    return compile_plan(TINY, [*settings, "replay=off"])
 
 
 def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
     """[T, V] of megatron, of one sequence."""
     rows = len(tokens)
-    batch = Batch(
-        seqlens=(rows,),
-        tokens=tokens,
-        targets=tokens,
-        positions=torch.arange(rows),
-        loss_mask=torch.ones(rows, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(rows),
-        advantages=torch.zeros(rows),
-        routes=None,
-        layer_ids=(),
-        route_mask=torch.zeros(rows, dtype=torch.bool),
-    )
+    batch = batch_of([rows], tokens=tokens, targets=tokens)
     micro = microbatch(batch, [0], policy.topo.place())
     packed = PackedSequences.of(micro)
     (model,) = policy.llm.models
@@ -141,9 +123,9 @@ def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
         return model.eval()(*inputs, packed_seq_params=packed)[0][:rows]
 
 
-def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, bool]:
-    """A line of the table, and whether it is within the bar."""
-    whole = config_of(source)
+def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[tuple[str, ...], bool]:
+    """A row of the table, and whether it is within the bar."""
+    whole = source if isinstance(source, dict) else hf_config(source)
     hf = smaller(whole)
     theirs = write_model(folder, hf)
     tokens = torch.randint(3, 512, (TOKENS,))
@@ -170,7 +152,7 @@ def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, boo
         "bit for bit" if equal else "DIFFERS",
         "local" if plan.sizes.state_mixer else "local; te as a small model",
     )
-    return f"| {' | '.join(cells)} |", equal and off <= ALLOWED
+    return cells, equal and off <= ALLOWED
 
 
 def main() -> int:
@@ -182,10 +164,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, source in track(list(MODELS.items()), "families", transient=True):
             rows.append(row(name, source, Path(folder) / name))
-    print(
-        "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- | --- | ---: | ---: | ---: | --- | --- |"])
-    )
-    print("\n".join(line for line, _ in rows))
+    print(markdown(COLUMNS, [cells for cells, _ in rows], words=2))
     return 0 if all(holds for _, holds in rows) else 1
 
 

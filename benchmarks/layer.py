@@ -9,33 +9,30 @@ lies between two of them. On a GPU also the kernels that the profiler saw.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.end_to_end import microbatch
+from benchmarks.configs import TINY, hf_config, write_config
+from benchmarks.end_to_end import batch_of, microbatch
 from benchmarks.launches import Launches, as_one
+from benchmarks.measure import call_seconds
+from benchmarks.tables import show
 from pyrl_ext.megatron import grouped_experts
+from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 TWO_LAYERS = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "vocab_size": 512}
 TWO_LAYERS |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 # title: config, tokens and experts on a CPU, on a GPU
@@ -103,16 +100,15 @@ def one_layer(
     config: str, tokens: int, experts: int = 8, device: str = "cpu", dtype: str = "float32"
 ) -> Iterator[OneLayer]:
     """The second layer of a random model of two, with ``tokens`` in sequences of a few lengths."""
-    hf = json.loads((CONFIGS / config / "config.json").read_text()) | TWO_LAYERS
+    hf = hf_config(config) | TWO_LAYERS
     hf |= {key: experts for key in ("n_routed_experts", "num_experts") if key in hf}
     hf.pop("mlp_layer_types", None)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf))
         plan = compile_plan(
-            CONFIGS / "tiny.yaml",
+            TINY,
             [
                 f"model.family={hf['model_type']}",
-                f"model.config={folder}/config.json",
+                write_config(folder, hf),
                 f"model.dtype={dtype}",
                 f"device={device}",
                 f"run={folder}/run",
@@ -126,24 +122,10 @@ def one_layer(
 
 
 def _of(policy: Policy, tokens: int) -> OneLayer:
-    model: Any = policy.llm.models[0]
-    while hasattr(model, "module"):
-        model = model.module
+    model: Any = unwrap(policy.llm.models[0])
     seqlens = (tokens // 2, tokens // 4, tokens // 8, tokens - tokens // 8 * 7)
-    batch = Batch(
-        seqlens=seqlens,
-        tokens=torch.zeros(tokens, dtype=torch.int64),
-        targets=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
-        loss_mask=torch.ones(tokens, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(tokens),
-        advantages=torch.zeros(tokens),
-        routes=None,
-        layer_ids=(),
-        route_mask=torch.zeros(tokens, dtype=torch.bool),
-    )
     device = policy.topo.device
-    micro = microbatch(batch, range(len(seqlens)), policy.topo.place())
+    micro = microbatch(batch_of(seqlens), range(len(seqlens)), policy.topo.place())
     packed = PackedSequences.of(replace(micro, positions=micro.positions.to(device)))
     layer = model.decoder.layers[1]
     arguments: dict[str, Any] = {"attention_mask": None, "packed_seq_params": packed}
@@ -201,22 +183,15 @@ def floor(one: OneLayer) -> int:
     return moved
 
 
-def milliseconds(one: OneLayer, device: str, least: int = 5) -> float:
+def milliseconds(one: OneLayer) -> float:
     """The fastest of a few calls of forward and backward."""
-    one.both()
-    times = []
-    for _ in range(least):
-        _wait(device)
-        start = time.perf_counter()
+
+    def run() -> None:
         one.both()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
+        if one.hidden.is_cuda:
+            torch.cuda.synchronize()
 
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return 1e3 * min(call_seconds(run, "cpu", 0.0, 5))
 
 
 def kernels(one: OneLayer) -> tuple[int, str]:
@@ -245,10 +220,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     gpu = args.device == "cuda"
-    table = Table(title=f"one layer on {args.device}, torch {torch.__version__}")
     names = ("layer", "tokens", "ms", "launches forward", "backward", "MB", "floor MB", "x floor")
-    for name in (*names, *("kernels",) * gpu):
-        table.add_column(name, justify="left" if name == "layer" else "right")
+    rows = []
     causes = []
     for title, (config, *sizes) in CASES.items():
         if args.only and args.only not in title:
@@ -256,21 +229,21 @@ def main(arguments: Sequence[str]) -> int:
         tokens, experts = sizes[gpu]
         dtype = "bfloat16" if gpu else "float32"
         with one_layer(config, tokens, experts, args.device, dtype) as one:
-            ms = milliseconds(one, args.device)
+            ms = milliseconds(one)
             ways = one.counted()
             moved = sum(way.moved for way in ways)
             least = floor(one)
             cells = [f"{title}, {dtype}", f"{tokens}", f"{ms:.2f}", *(f"{w.count}" for w in ways)]
             cells += [f"{moved / 1e6:.1f}", f"{least / 1e6:.1f}", f"{moved / least:.2f}"]
             seen = kernels(one) if gpu else (0, "")
-            table.add_row(*cells, *(f"{seen[0]}",) * gpu)
+            rows.append([*cells, *(f"{seen[0]}",) * gpu])
             for way, launches in zip(("forward", "backward"), ways, strict=True):
                 causes.append(f"\n{title}, {way}, {launches.count} launches")
                 for (place, name), count in launches.by_place().most_common():
                     causes.append(f"{count:5}  {place:50} {name}")
             causes.append(seen[1])
-    console = Console(width=max(Console().width, 140))
     if args.causes:
-        console.print("\n".join(causes), markup=False, highlight=False)
-    console.print(table)
+        print("\n".join(causes))
+    title = f"one layer on {args.device}, torch {torch.__version__}"
+    show((*names, *("kernels",) * gpu), rows, width=140, title=title)
     return 0

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,12 @@ def same(ours: Any, theirs: Any) -> bool:
         step = torch.finfo(ours.dtype).eps
         return torch.allclose(ours, theirs, rtol=8 * step, atol=8 * step, equal_nan=True)
     return len(ours) == len(theirs) and all(map(same, ours, theirs))
+
+
+def near(ours: Sequence[Tensor], theirs: Sequence[Tensor], bound: float) -> bool:
+    """True if each of both is equal up to ``bound`` times its largest."""
+    pairs = zip(ours, theirs, strict=True)
+    return all((a - b).abs().max() <= bound * b.abs().max() for a, b in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +219,7 @@ def _rates(case: Case, device: str) -> dict[str, Any]:
     against products that do as many operations."""
     if case.product is not None:
         product, flops = case.product
-        both = _in_turns([case.run, product], device, 1)
+        both = _timed_in_turns([case.run, product], device, 1)
         fastest, floor = map(min, both)
         rate = flops / floor
         rates = {
@@ -223,7 +229,7 @@ def _rates(case: Case, device: str) -> dict[str, Any]:
         }
     else:
         runs = [case.run, copy_of(case.moved // 2, device), copy_of(case.written, device)]
-        both = _in_turns(runs, device)
+        both = _timed_in_turns(runs, device)
         fastest, floor, written = map(min, both)
         rates = {
             "GB/s": case.moved / fastest / 1e9,
@@ -234,7 +240,7 @@ def _rates(case: Case, device: str) -> dict[str, Any]:
     return {**times, **rates}
 
 
-def _in_turns(
+def _timed_in_turns(
     runs: Sequence[Callable[[], Any]], device: str, least: int | None = None
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
@@ -243,6 +249,28 @@ def _in_turns(
             budget = effort.seconds / effort.rounds
             own += call_seconds(run, device, budget, least or effort.least)
     return times
+
+
+def in_turns(
+    runs: Iterable[Callable[[], Any]],
+    rounds: int,
+    warm: int = 1,
+    before: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Seconds of one call of each in every round, after ``warm`` rounds that are not counted.
+
+    Args:
+        before: called before each call, and not timed.
+    """
+    every = [(run, list[float]()) for run in runs]
+    for _ in range(warm + rounds):
+        for run, own in every:
+            before()
+            start = clock()
+            run()
+            own.append(clock() - start)
+    return [own[warm:] for _, own in every]
 
 
 def _two_threads(run: Callable[[], Any]) -> float:

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.configs import TINY
+from benchmarks.tables import show
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
@@ -23,7 +23,6 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.step import RolloutStep
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 OURS = {
     "pyrl: pack": "packing: index map and gathers",
     "pyrl: routes": "routes of this rank's rows and layers",
@@ -60,7 +59,7 @@ def ours_share(run: Any) -> tuple[dict[str, float], float]:
 
 
 def main() -> None:
-    plan = compile_plan(CONFIG, [*sys.argv[1:], f"run={tempfile.gettempdir()}/profile"])
+    plan = compile_plan(TINY, [*sys.argv[1:], f"run={tempfile.gettempdir()}/profile"])
     rows: list[tuple[str, str, float]] = []
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)
@@ -83,13 +82,10 @@ def main() -> None:
                     rows.append((phase, name, wall * spent[label] / whole))
             rest = wall * (1 - sum(spent.values()) / whole)
             rows.append((phase, "megatron: model, schedule, optimizer", rest))
-    show(rows, times, plan)
+    show_parts(rows, times, plan)
 
 
-def show(rows: list[tuple[str, str, float]], times: dict[str, float], plan: Plan) -> None:
-    table = Table(
-        "phase", "part", "whose", "ms", "share", title=f"One step of {Path(plan.source).name}"
-    )
+def show_parts(rows: list[tuple[str, str, float]], times: dict[str, float], plan: Plan) -> None:
     others = [
         ("publish", "weights to the engine", times["time/publish"]),
         ("rollout", "transformers: model, sampling", times["time/rollout"]),
@@ -98,16 +94,18 @@ def show(rows: list[tuple[str, str, float]], times: dict[str, float], plan: Plan
     everything = [*others, *rows]
     total = sum(seconds for *_, seconds in everything)
     sums = {"ours": 0.0, "model": 0.0}
+    cells: list[tuple[str, ...]] = []
     for phase, part, seconds in everything:
         whose = "model" if part.startswith(("megatron", "transformers")) else "ours"
         sums[whose] += seconds
-        table.add_row(phase, part, whose, f"{1e3 * seconds:.2f}", f"{seconds / total:.1%}")
-    table.add_section()
+        cells.append((phase, part, whose, f"{1e3 * seconds:.2f}", f"{seconds / total:.1%}"))
+    cells.append(())
     for whose, seconds in sums.items():
-        table.add_row("all", "", whose, f"{1e3 * seconds:.2f}", f"{seconds / total:.1%}")
+        cells.append(("all", "", whose, f"{1e3 * seconds:.2f}", f"{seconds / total:.1%}"))
+    title = f"One step of {Path(plan.source).name}"
+    show(("phase", "part", "whose", "ms", "share"), cells, words=3, title=title)
     replay = sum(s for _, part, s in rows if part in (OURS["pyrl: routes"], OURS["pyrl: replay"]))
-    Console().print(table)
-    Console().print(f"routing replay: {1e3 * replay:.2f} ms, {replay / total:.2%} of the step")
+    print(f"routing replay: {1e3 * replay:.2f} ms, {replay / total:.2%} of the step")
 
 
 if __name__ == "__main__":

@@ -3,58 +3,40 @@
 A model of 1,200 small tensors on four gloo ranks, in buckets (`pyrl_ext.weights.gather`) against a
 gather of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a
 broadcast from the rank that has an expert and one from the stage that has a layer, with shapes
-known beforehand.
-Both end in the embedded engine's `load_weights`, whose share is another row.
+known beforehand. Both end in the embedded engine's `load_weights`, whose share is another row.
 
-What must move is little: 17 MB into a buffer, over a socket and into the engine, 0.05 s with four
-ranks on two cores. What is predicted, before it was measured: a collective of a few KB takes 0.7 to
-1.1 ms here, whatever its size, so 2,000 tensors with one or two each take 2 to 4 s (that many in
-ten layers; six are measured now). Five buckets have three collectives each, of 1 to 3 ms: 0.1 s,
-and as much again for Python to cut 2,000 views and copy them into the engine. So 10 to 20 times as
-fast to gather, 5 to 10 times with the load.
-
-For an engine in another process the tensors end in the memory of a channel. Written there directly,
-they save a copy of 17 MB and 2,000 allocations over tensors that are packed one by one. Predicted:
-10 to 30 ms of 150, so 1.1 to 1.3 times as fast. Measured, on a machine under a load of 25: 1.26
-times with tp2 pp2 ep2, 1.62 times with dp4 ep4, where experts are not even concatenated.
+For an engine in another process the tensors end in the memory of a channel: written there directly,
+or packed one by one.
 
 The last table is of remote engines: two servers of the embedded engine in processes, which get the
 same weights over HTTP and TCP from one or two of the ranks (`rollout.senders`), in turns. The floor
-is what one sender writes, 20 MB, over the rate of one socket, which is measured first; with two
-senders half of it. What was predicted, when each tensor had a digest and 35 MB moved: a transfer is
-not near it, since names, views and copies of so many tensors take most of the time. Two senders
-share out the first part of that, gathering and packing, and servers do the second all the same: 1.1
-to 1.4 times as fast. Measured since, on two cores for six processes and under loads of 13 and 12:
-0.82 and 0.99 times. So the cores seem to be the limit there, not a socket, which no run with more
-cores has confirmed. A second sender is for hosts with a network connection each.
-Predicted of a broadcast, in which the sender writes every byte once: 0.6 to 0.9 times as fast on
-these cores, since it first makes a group of three processes and connects each with each.
+is what one sender writes over the rate of one socket, which is measured first. What was predicted
+of all of it is in the lab book, next to the results.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import extra_bytes
+from benchmarks.configs import TINY, hf_config, write_config
+from benchmarks.measure import extra_bytes, in_turns
 from benchmarks.run import device_name
+from benchmarks.tables import show
 from pyrl_ext.models.shards import whole_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.parallel import topology
@@ -65,7 +47,6 @@ from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import Shards
 from tests.helpers.server_processes import server_processes
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 RANKS = 4
 ROUNDS = 1
 MODEL = {
@@ -127,33 +108,27 @@ def _spread(shards: Shards, stage: int, whole: list[Tensor] | None, topo: Any) -
     return tensors
 
 
-@dataclass
-class Row:
-    """A layout's times [s], by what was done in buckets and one by one, and its memory [bytes]."""
+class Row(NamedTuple):
+    """A layout's cells of the table, and what has a bar."""
 
-    tensors: int
-    bytes: int
-    buckets: int
-    largest: int
-    gather: tuple[float, float]
-    load: float
-    publish: tuple[float, float]
-    pack: tuple[float, float]
-    extra: int
+    cells: list[str]
+    times: float  # one by one over in buckets, to publish
+    held: float  # peak memory of a gather in buckets of the largest size
 
 
-def measure(overrides: tuple[str, ...], config: Path) -> Row:
+def measure(name: str, overrides: tuple[str, ...], config: str) -> Row:
     """On this rank; every time is the slowest rank's."""
-    plan = compile_plan(CONFIGS / "tiny.yaml", (f"model.config={config}", *COMMON, *overrides))
+    plan = compile_plan(TINY, (config, *COMMON, *overrides))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
         engine = build_engine(plan, topo.device)
         held = [(name, tensor.clone()) for name, tensor in policy.weights()]
-        for (name, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
-            if name != other or not torch.equal(ours, theirs):
-                raise ValueError(f"{name}: gathered one by one it is another, expected the same")
-        size = max(bucket.bucket.bytes for bucket in policy.tensors.buckets["llm"])
-        times = _in_turns(
+        for (name_, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
+            if name_ != other or not torch.equal(ours, theirs):
+                raise ValueError(f"{name_}: gathered one by one it is another, expected the same")
+        buckets = policy.tensors.buckets["llm"]
+        size = max(bucket.bucket.bytes for bucket in buckets)
+        runs = (
             lambda: _drain(policy.weights()),
             lambda: _drain(one_by_one(policy)),
             lambda: engine.load_weights(held, version=0),
@@ -162,17 +137,22 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
             lambda: _pack(policy.weights(), size),
             lambda: _pack(iter(policy.weights()), size),
         )
+        seconds = torch.tensor(in_turns(runs, ROUNDS, before=dist.barrier))
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        gather, gather_each, load, publish, publish_each, pack, pack_each = seconds.amin(1).tolist()
         extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
         dist.all_reduce(extra, dist.ReduceOp.MAX)
+        largest = max(bucket.scratch for bucket in buckets)
         moved = sum(tensor.nbytes for _, tensor in held)
-        sizes = [bucket.scratch for bucket in policy.tensors.buckets["llm"]]
-        gathered = times[:2]
-        load = times[2]
-        published = times[3:5]
-        packed = times[5:]
-        return Row(
-            len(held), moved, len(sizes), max(sizes), gathered, load, published, packed, int(extra)
-        )  # fmt: skip
+        cells = [name, f"{len(held)}", f"{moved / 1e6:.1f}", f"{len(buckets)}"]
+        cells += [*_against(gather, gather_each), f"{1e3 * load:.0f}"]
+        cells += [*_against(publish, publish_each), *_against(pack, pack_each)]
+        cells += [f"{extra / 1e6:.1f}", f"{extra / largest:.2f}"]
+        return Row(cells, publish_each / publish, float(extra / largest))
+
+
+def _against(ours: float, theirs: float) -> tuple[str, str, str]:
+    return f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}", f"{theirs / ours:.3g}x"
 
 
 def _drain(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -195,19 +175,6 @@ def _pack(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> None:
         pass
 
 
-def _in_turns(*runs: Callable[[], Any]) -> Any:
-    """The fastest round of each; the first is not counted."""
-    best = torch.full((ROUNDS + 1, len(runs)), float("inf"))
-    for times in best:
-        for i, run in enumerate(runs):
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            times[i] = time.perf_counter() - start
-    dist.all_reduce(best, dist.ReduceOp.MAX)
-    return tuple(best[1:].amin(0).tolist())
-
-
 @dataclass
 class Apart:
     """Publishes to servers with some number of senders, the first rank's times [s].
@@ -223,11 +190,11 @@ class Apart:
     publish: list[float]
 
 
-def measure_apart(config: Path, addresses: Sequence[str]) -> dict[str, Apart]:
+def measure_apart(config: str, addresses: Sequence[str]) -> dict[str, Apart]:
     """By how the bytes go, in turns."""
-    keys = (f"model.config={config}", *COMMON, *LAYOUTS["tp2 pp2 ep2"])
+    keys = (config, *COMMON, *LAYOUTS["tp2 pp2 ep2"])
     keys += (f"rollout.servers=[{', '.join(addresses)}]", f"rollout.publish_timeout={DEADLINE}")
-    plans = [compile_plan(CONFIGS / "tiny.yaml", (*keys, *way)) for way in WAYS.values()]
+    plans = [compile_plan(TINY, (*keys, *way)) for way in WAYS.values()]
     found = {name: Apart((0, 0), [], []) for name in WAYS}
     version = 0
     with topology.start(plans[0]) as topo:
@@ -266,11 +233,11 @@ def on_rank(rank: int, folder: str, addresses: Sequence[str], rate: float) -> No
         rank=rank,
         world_size=RANKS,
     )
-    config = Path(folder, "config.json")
-    rows = {name: measure(o, config) for name, o in LAYOUTS.items()}
+    config = f"model.config={folder}/config.json"
+    rows = {name: measure(name, overrides, config) for name, overrides in LAYOUTS.items()}
     apart = measure_apart(config, addresses)
     if rank == 0:
-        show(rows)
+        show_layouts(rows)
         show_apart(apart, rate)
     dist.barrier()
     dist.destroy_process_group()
@@ -303,95 +270,56 @@ def socket_rate() -> float:
 
 
 def show_apart(rows: dict[str, Apart], rate: float) -> None:
-    table = Table(
-        "bytes go",
-        "MB in all",
-        "floor ms",
-        "transfer ms",
-        "of turns",
-        "publish ms",
-        title=f"{SERVERS} servers: {RANKS} ranks, one socket {rate / 1e9:.2f} GB/s, "
-        f"load {os.getloadavg()[0]:.1f}, {date.today()}",
-        caption="floor: what the sender that has most writes, over the rate of one socket; "
-        "transfer: weights to all servers, verified; publish: with the other calls of the protocol."
-        f" Median of {TURNS - 1} turns",
-        caption_justify="left",
-        padding=(0, 1),
-    )
-    first, *others = rows.values()
+    first = next(iter(rows.values()))
+    cells = []
     for (name, way), row in zip(WAYS.items(), rows.values(), strict=True):
         most = row.bytes[0] * (1 if BROADCAST in way else SERVERS)
         turns = [1e3 * seconds for seconds in row.transfer[1:]]
-        cells = [
-            name,
-            f"{row.bytes[1] / 1e6:.1f}",
-            f"{1e3 * most / rate:.0f}",
-        ]
-        cells += [f"{statistics.median(turns):.0f}", " ".join(f"{each:.0f}" for each in turns)]
-        table.add_row(*cells, f"{1e3 * statistics.median(row.publish[1:]):.0f}")
-    Console(width=180).print(table)
-    for name, row in zip(list(rows)[1:], others, strict=True):
+        sizes = f"{row.bytes[1] / 1e6:.1f}", f"{1e3 * most / rate:.0f}"
+        shown = f"{statistics.median(turns):.0f}", " ".join(f"{each:.0f}" for each in turns)
+        cells.append([name, *sizes, *shown, f"{1e3 * statistics.median(row.publish[1:]):.0f}"])
+    show(
+        ("bytes go", "MB in all", "floor ms", "transfer ms", "of turns", "publish ms"),
+        cells,
+        width=180,
+        title=f"{SERVERS} servers: {RANKS} ranks, one socket {rate / 1e9:.2f} GB/s, {now()}",
+        caption="floor: what the sender that has most writes, over the rate of one socket; "
+        "transfer: weights to all servers, verified; publish: with the other calls of the protocol."
+        f" Median of {TURNS - 1} turns",
+    )
+    for name, row in [*rows.items()][1:]:
         times = [a / b for a, b in zip(first.transfer[1:], row.transfer[1:], strict=True)]
         print(f"{name}, turn by turn: {statistics.median(times):.2f} times as fast as the first")
 
 
-def show(rows: dict[str, Row]) -> None:
-    load = os.getloadavg()[0]
-    table = Table(
-        "layout",
-        "tensors",
-        "MB",
-        "buckets",
-        "gather ms",
-        "one by one",
-        "times",
-        "load ms",
-        "publish ms",
-        "one by one",
-        "times",
-        "pack ms",
-        "by tensor",
-        "times",
-        "extra MB",
-        "buckets",
+def now() -> str:
+    return f"load {os.getloadavg()[0]:.1f}, {date.today()}"
+
+
+def show_layouts(rows: dict[str, Row]) -> None:
+    pairs = ("gather ms", "one by one", "times", "load ms", "publish ms", "one by one", "times")
+    packed = ("pack ms", "by tensor", "times")
+    show(
+        ("layout", "tensors", "MB", "buckets", *pairs, *packed, "extra MB", "buckets"),
+        [row.cells for row in rows.values()],
+        width=180,
         title=f"publish: torch {torch.__version__}, {RANKS} ranks, {device_name('cpu')} each, "
-        f"load {load:.1f}, {date.today()}",
+        f"{now()}",
         caption="gather: every tensor whole on every rank; load: into the engine, from tensors "
         "that are there; publish: both; pack: gather into a channel's memory. Fastest of "
         f"{ROUNDS} rounds, slowest rank. extra: peak memory of a gather, in MB and in buckets of "
         "the largest size",
-        caption_justify="left",
-        padding=(0, 1),
     )
     for name, row in rows.items():
-        cells = [f"{row.tensors}", f"{row.bytes / 1e6:.1f}", f"{row.buckets}"]
-        cells += [f"{1e3 * s:.0f}" for s in row.gather] + [f"{_ratio(row.gather):.1f}x"]
-        cells += [f"{1e3 * row.load:.0f}"]
-        cells += [f"{1e3 * s:.0f}" for s in row.publish] + [f"{_ratio(row.publish):.1f}x"]
-        cells += [f"{1e3 * s:.0f}" for s in row.pack] + [f"{_ratio(row.pack):.2f}x"]
-        cells += [f"{row.extra / 1e6:.1f}", f"{row.extra / row.largest:.2f}"]
-        table.add_row(name, *cells)
-    Console(width=180).print(table)
-    for name, row in rows.items():
-        times = _ratio(row.publish)
-        held = row.extra / row.largest
-        print(_bar(times >= TIMES, f"{name}: times as fast as one by one at least {TIMES}", times))
-        print(_bar(held < 2, f"{name}: extra memory below 2 buckets", held))
-
-
-def _ratio(times: tuple[float, float]) -> float:
-    return times[1] / times[0]
-
-
-def _bar(reached: bool, text: str, found: float) -> str:
-    return f"{'PASS' if reached else 'FAIL'}  {text}:  {found:.3g}"
+        fast = f"{name}: times as fast as one by one at least {TIMES}"
+        print(f"{'PASS' if row.times >= TIMES else 'FAIL'}  {fast}:  {row.times:.3g}")
+        lean = f"{name}: extra memory below 2 buckets"
+        print(f"{'PASS' if row.held < 2 else 'FAIL'}  {lean}:  {row.held:.3g}")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
-        Path(folder, "config.json").write_text(json.dumps(hf))
-        keys = (f"model.config={folder}/config.json", *COMMON)
+        keys = (write_config(folder, hf_config("tiny") | MODEL), *COMMON)
         rate = socket_rate()
         with server_processes(Path(folder), SERVERS, keys) as servers:
             given = folder, [each.address for each in servers], rate

@@ -11,15 +11,13 @@ token's probability can double; those of `--std 0.2` are sharp enough for it.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.configs import TINY, hf_config, write_config
+from benchmarks.tables import show
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
@@ -28,7 +26,6 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.step import RolloutStep
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 MODEL = {
     "num_hidden_layers": 8,
     "mlp_layer_types": ["dense"] + ["sparse"] * 7,
@@ -62,20 +59,21 @@ def run_steps(
     return native, replayed, scores
 
 
-def show(native: Sequence[dict], replayed: Sequence[dict], scores: Sequence[Scores]) -> None:
-    table = Table("mean over steps", "without replay", "with replay", "ratio")
+def show_effect(native: Sequence[dict], replayed: Sequence[dict], scores: Sequence[Scores]) -> None:
+    rows = []
     for name in SHOWN:
         off, on = (
-            sum(r[f"mismatch/{name}"] for r in rows) / len(rows) for rows in (native, replayed)
+            sum(r[f"mismatch/{name}"] for r in each) / len(each) for each in (native, replayed)
         )
         ratio = f"{off / on:.2f}x" if on else "-"
-        table.add_row(f"mismatch/{name}", f"{off:.3e}", f"{on:.3e}", ratio)
-    Console().print(table)
-    layers = Table("layer", "agree_topk", "exact_set", title="what the routers would have chosen")
+        rows.append((f"mismatch/{name}", f"{off:.3e}", f"{on:.3e}", ratio))
+    show(("mean over steps", "without replay", "with replay", "ratio"), rows)
+    layers = []
     for layer in scores[0].agreement:
         share, exact, n = (sum(s.agreement[layer][i] for s in scores) for i in range(3))
-        layers.add_row(f"{layer}", f"{share / n:.4f}", f"{exact / n:.4f}")
-    Console().print(layers)
+        layers.append((f"{layer}", f"{share / n:.4f}", f"{exact / n:.4f}"))
+    title = "what the routers would have chosen"
+    show(("layer", "agree_topk", "exact_set"), layers, title=title)
 
 
 def main() -> None:
@@ -88,16 +86,14 @@ def main() -> None:
     )
     given = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
-        hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(hf | {"initializer_range": given.std}))
-        options = (f"model.config={path}", "model.dtype=bfloat16", f"run={folder}/run")
+        hf = hf_config("tiny") | MODEL | {"initializer_range": given.std}
+        options = (write_config(folder, hf), "model.dtype=bfloat16", f"run={folder}/run")
         engine = f"rollout.engine={given.engine}"
-        plan = compile_plan(CONFIGS / "tiny.yaml", (*options, engine, *given.overrides))
+        plan = compile_plan(TINY, (*options, engine, *given.overrides))
         with topology.start(plan) as topo:
             native, replayed, scores = run_steps(plan, topo, given.steps)
         print(f"{given.engine} engine, {given.steps} steps, initial weights of std {given.std}")
-        show(native, replayed, scores)
+        show_effect(native, replayed, scores)
 
 
 if __name__ == "__main__":

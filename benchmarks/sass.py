@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.binaries import cuobjdump, extension, read_usage, readable
+from benchmarks.tables import show
 
 TARGET = 90
 COPY = {"H100": 13.4, "H200": 19.0}  # bytes a clock and SM, read and written
@@ -117,14 +115,9 @@ def rows(file: Path) -> Iterator[list[str]]:
 
 def main() -> None:
     files = [Path(name) for name in sys.argv[1:]] or [f for f in [extension()] if f is not None]
-    table = Table(title=f"sm_{TARGET}")
     numbers = ("registers", "warps", "instructions", "loads", "stores", "barriers", "per 16 B")
-    for column in ("kernel", *numbers, *COPY):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    for file in files:
-        for row in rows(file):
-            table.add_row(*row)
-    Console(width=170).print(table)
+    cells = [row for file in files for row in rows(file)]
+    show(("kernel", *numbers, *COPY), cells, width=170, title=f"sm_{TARGET}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ it would still take that long. Prints what else takes time, too.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -29,11 +27,14 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.cases_experts import fill
+from benchmarks.configs import TINY, hf_config, write_config
+from benchmarks.end_to_end import batch_of
+from benchmarks.measure import in_turns, near
+from benchmarks.tables import show
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import expert_rows, grouped_experts
 from pyrl_ext.megatron.ddp import unwrap
@@ -45,7 +46,6 @@ from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.passes import WholeBatch
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 EXPERTS = 64
 TOP_K = 4
 LAYERS = (1, 2, 3)
@@ -82,13 +82,11 @@ class Spent(TorchDispatchMode):
         return sum(seconds for name, seconds in self.seconds.items() if name in PRODUCTS)
 
 
-def wide_plan(folder: Path, tokens: int) -> Plan:
-    hf = json.loads((CONFIG.parent / "tiny" / "config.json").read_text()) | WIDE
-    (folder / "config.json").write_text(json.dumps(hf))
+def wide_plan(folder: str, tokens: int) -> Plan:
     return compile_plan(
-        CONFIG,
+        TINY,
         [
-            f"model.config={folder}/config.json",
+            write_config(folder, hf_config("tiny") | WIDE),
             f"run={folder}/run",
             "log.progress=false",
             f"batching.tokens_per_microbatch={tokens}",
@@ -102,17 +100,16 @@ def random_batch(tokens: int) -> WholeBatch:
     g = torch.Generator().manual_seed(0)
     scores = torch.rand(tokens, len(LAYERS), EXPERTS, generator=g)
     length = min(512, tokens)
-    return WholeBatch(
-        seqlens=(length,) * (tokens // length),
+    return batch_of(
+        (length,) * (tokens // length),
+        WholeBatch,
         tokens=torch.randint(3, 128, (tokens,), generator=g),
         targets=torch.randint(3, 128, (tokens,), generator=g),
-        positions=torch.arange(length).repeat(tokens // length),
         loss_mask=torch.rand(tokens, generator=g) > 0.4,
         rollout_logprobs=-4 - torch.rand(tokens, generator=g),
         advantages=torch.randn(tokens, generator=g),
         routes=scores.topk(TOP_K).indices.to(torch.uint8),
         layer_ids=LAYERS,
-        route_mask=torch.ones(tokens, dtype=torch.bool),
     )
 
 
@@ -148,12 +145,10 @@ def build_pair(plan: Plan, topo: Any) -> dict[str, Policy]:
 def _fill(theirs: Any, ours: Any) -> None:
     """megatron's experts get our weights, and run as megatron runs them without this package."""
     theirs.config.bias_activation_fusion = False
-    for expert, fc1, fc2 in zip(
-        theirs.local_experts, ours.linear_fc1, ours.linear_fc2, strict=True
-    ):
-        for linear, weight in ((expert.linear_fc1, fc1), (expert.linear_fc2, fc2)):
-            linear.weight.copy_(weight)
-            linear.gradient_accumulation_fusion = False
+    fill(theirs, ours)
+    for expert in theirs.local_experts:
+        expert.linear_fc1.gradient_accumulation_fusion = False
+        expert.linear_fc2.gradient_accumulation_fusion = False
 
 
 def experts_of(policy: Policy, tokens: int) -> Callable[[], list[Tensor]]:
@@ -211,39 +206,29 @@ def compare(
     Raises: ValueError: they compute different things.
     """
     first = {name: run() for name, run in [*runs.items()][:2]}  # also warms up
-    for a, b in zip(*first.values(), strict=True):
-        if (a - b).abs().max() <= 1e-4 * b.abs().max():
-            continue
+    if not near(*first.values(), bound=1e-4):
         raise ValueError("step_many_ranks: the results differ, expected the same up to 1e-4")
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = process_time()
-            run()
-            seconds[name].append(process_time() - start)
+    times = in_turns(runs.values(), rounds, warm=0, clock=process_time)
     found = {}
-    for name, run in runs.items():
+    for (name, run), seconds in zip(runs.items(), times, strict=True):
         with Spent() as spent:
             run()
-        found[name] = {"seconds": min(seconds[name]), "all": seconds[name], "spent": spent}
+        found[name] = {"seconds": min(seconds), "all": seconds, "spent": spent}
     return found
 
 
-def show(title: str, found: Mapping[str, dict[str, Any]]) -> None:
+def show_times(title: str, found: Mapping[str, dict[str, Any]]) -> None:
     ours = found["ours"]
-    table = Table(title=title)
-    for column in ("", "s", "of it products", "the rest"):
-        table.add_column(column, justify="right" if column else "left")
+    rows = []
     for name, each in found.items():
         products = each["spent"].products()
-        row = each["seconds"], products, each["seconds"] - products
-        table.add_row(name, *(f"{x:.3f}" for x in row))
-    console = Console(width=120)
-    console.print(table)
+        numbers = each["seconds"], products, each["seconds"] - products
+        rows.append((name, *(f"{x:.3f}" for x in numbers)))
+    show(("", "s", "of it products", "the rest"), rows, width=120, title=title)
     for name, each in [*found.items()][1:]:
         pairs = sorted(b / a for a, b in zip(ours["all"], each["all"], strict=True))
         limit = each["seconds"] / ours["spent"].products()
-        console.print(
+        print(
             f"ours is {each['seconds'] / ours['seconds']:.2f} times as fast as {name} (pairs "
             f"{pairs[0]:.2f} to {pairs[-1]:.2f}); its products alone allow {limit:.2f}"
         )
@@ -251,7 +236,7 @@ def show(title: str, found: Mapping[str, dict[str, Any]]) -> None:
         spent = sorted(each["spent"].seconds.items(), key=lambda item: -item[1])
         rest = [(n, s) for n, s in spent if n not in PRODUCTS]
         line = ", ".join(f"{n} {1e3 * s:.0f}" for n, s in rest[:12])
-        console.print(f"{name}, beside products [ms]: {line}", markup=False)
+        print(f"{name}, beside products [ms]: {line}")
 
 
 def main() -> None:
@@ -263,18 +248,20 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        plan = wide_plan(Path(folder), args.tokens)
+        plan = wide_plan(folder, args.tokens)
         with topology.start(plan) as topo:
             pair = build_pair(plan, topo)
             experts = {name: experts_of(policy, args.tokens) for name, policy in pair.items()}
-            title = f"{EXPERTS} experts of 512 x 256, {args.tokens} tokens"
-            show(f"experts and dispatcher, both passes: {title}", compare(experts, args.rounds))
+            sizes = f"{EXPERTS} experts of 512 x 256, {args.tokens} tokens"
+            title = f"experts and dispatcher, both passes: {sizes}"
+            show_times(title, compare(experts, args.rounds))
             batch = random_batch(args.tokens)
             schedule = plan_microbatches(batch.seqlens, 1, args.tokens, 1)
             steps = {name: step_of(policy, batch, schedule) for name, policy in pair.items()}
             last = [*pair][-1]
             steps[f"{last}, norms, AdamW"] = step_of(pair[last], batch, schedule, fused=False)
-            show(f"scores and update, three such layers: {title}", compare(steps, args.rounds))
+            title = f"scores and update, three such layers: {sizes}"
+            show_times(title, compare(steps, args.rounds))
 
 
 if __name__ == "__main__":

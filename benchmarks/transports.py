@@ -1,14 +1,9 @@
 """Weights to another process: ``python -m benchmarks.transports [--megabytes N] [--bucket MiB]``.
 
 A process reads every tensor into its memory, as an engine does; one in this process does the
-same by a copy, which is the floor: with two cores, packing here and reading there overlap, so that
-a transport can come down to one copy. Written before measuring: shared memory takes 1.0 to 1.5
-copies, gloo, which copies four more times and through the kernel, 3 to 6. Bar: shared memory at
-most 2 copies.
-
-Measured: 1.9 to 2.1 copies (8 to 9 GB/s) and 6 to 7 by gloo (2.5 to 3 GB/s), more on cores that
-other programs use as well: little of packing and reading overlaps, and the bar is just met or just
-missed.
+same by a copy, which is the floor: with two cores, packing here and reading there could overlap,
+so that a transport comes down to one copy. gloo copies four more times and through the kernel.
+Bar: shared memory at most 2 copies, which is just met or just missed (lab book).
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
@@ -25,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.measure import in_turns
 from pyrl_ext.rollout.process.sender import Incoming, Kind, Sender
 
 BAR = 2.0  # copies
@@ -90,20 +85,14 @@ def main() -> None:
     ways: dict[str, Callable[[], None]] = {"copy": lambda: take(held, named)}
     open_ways = {kind: publisher(kind, named, options.bucket) for kind in ("shm", "broadcast")}
     ways |= {kind: next(way) for kind, way in open_ways.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(options.rounds + 1):  # the first one touches all memory first
-        for name, publish in ways.items():
-            start = time.perf_counter()
-            publish()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+    times = in_turns(ways.values(), options.rounds)  # the warm one touches all memory first
+    seconds = dict(zip(ways, times, strict=True))
     for way in open_ways.values():
         next(way, None)
     print(
-        f"{size / 1e6:.0f} MB in {len(named)} tensors, torch {torch.__version__}, CPU, load ",
-        end="",
+        f"{size / 1e6:.0f} MB in {len(named)} tensors, torch {torch.__version__}, CPU, load "
+        f"{os.getloadavg()[0]:.1f}; fastest of {options.rounds} (median)"
     )
-    print(f"{os.getloadavg()[0]:.1f}; fastest of {options.rounds} (median)")
     floor = min(seconds["copy"])
     for name, each in seconds.items():
         best = min(each)

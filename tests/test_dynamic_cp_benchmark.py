@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.calibrate_cp import CONFIG as TINY
 from benchmarks.calibrate_cp import (
     SHAPES,
     Timed,
@@ -13,6 +12,7 @@ from benchmarks.calibrate_cp import (
     report,
     sizes_of,
 )
+from benchmarks.configs import TINY
 from benchmarks.dynamic_cp import quality
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.cp_groups import costs_of

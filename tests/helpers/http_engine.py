@@ -58,7 +58,7 @@ class HttpEngine:
         dies: the connections break after so many further tokens, and the server ends
         status: of all answers to requests, with an error; None: 200
         twist: changes the messages of an answer; bytes are sent as they are, None: no [DONE]
-        asked: requests, in the order in which they came, unless it forgets them
+        asked: requests, in the order in which they came
         running, most_running: number of requests without an answer
         controls: paths of the control calls, counted
     """
@@ -69,7 +69,7 @@ class HttpEngine:
         self.keys = keys or Keys()
         self.stops: int | None = None
         self.hangs_after: int | None = None
-        self.busy = self.forgets = False
+        self.busy = False
         self.running = self.most_running = 0
         self.status: int | None = None
         self.dies: int | None = None
@@ -174,8 +174,7 @@ class HttpEngine:
         asked = Request.from_json(await http.read())
         if self.status is not None:
             return web.json_response({"error": "because"}, status=self.status)
-        if not self.forgets:
-            self.asked.append(asked)
+        self.asked.append(asked)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(http)
         aborts = self._aborts
