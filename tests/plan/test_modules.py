@@ -16,10 +16,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.compute_time import encoder_seconds
+from pyrl_ext.plan.forecast.compute_time import Spent, encoder_seconds
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.step_time import Cost, step_time
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.suggest import suggest
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.model.families.vision import VisionLanguage
@@ -258,7 +258,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
     assert encoder.in_flight(0) == most
 
 
-def costs_of(*overrides: str) -> dict[tuple[str, str], Cost]:
+def costs_of(*overrides: str) -> dict[tuple[str, str], Spent]:
     time = step_time(plan_of(*overrides))
     assert time is not None
     return {(cost.phase, cost.name): cost for cost in time.costs}

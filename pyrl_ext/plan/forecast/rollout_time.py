@@ -52,12 +52,12 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     engines = max(1, plan.num_engines)
     samples, prompts = _share(plan, engines, vllm)
     forward = model_flops(plan.sizes)
-    rate, why = reached("projections", gpu.flops[plan.rollout_dtype])
+    peak = gpu.flops[plan.rollout_dtype]
     first = forward.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / tp
-    yield Spent.at("prompts", first, "FLOP", rate, f"each once; {why}")
+    yield Spent.at("prompts", first, "projections", peak, "each once")
     patches = len(prompts) * plan.estimate.images * plan.estimate.image_patches / tp
     for encoder in encoders(plan):
-        yield Spent.at(encoder.name, patches * encoder.patch_flops, "FLOP", rate, why)
+        yield Spent.at(encoder.name, patches * encoder.patch_flops, "projections", peak)
     # a token of each running sequence reads the weights that it uses, and all caches and states
     mean = sum(s.prompt + s.response / 2 for s in samples) / len(samples)
     cached = mean * kv_bytes_per_token(plan, tp)
@@ -66,7 +66,8 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     weights = counts.total * DTYPE_BYTES[plan.rollout_dtype] / tp
     slots = _slots(plan, weights, cached + states, tp)
     a_token = forward.of(1, mean, 1) / tp
-    memory, how = reached("memory", gpu.bandwidth, "byte")
+    rate = reached("projections", peak)
+    memory = reached("memory", gpu.bandwidth)
     moved = seconds = launched = 0.0
     for steps, running in running_over_time(tuple(s.response for s in samples), slots):
         unread = 0.0  # experts that no token chooses
@@ -77,8 +78,8 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         moved += steps * read
         seconds += steps * max(read / memory, running * a_token / rate)
         launched += steps * plan.sizes.num_hidden_layers
-    why = f"{len(samples)} samples on each of {engines} engines, at most {slots} at a time; {how}"
-    yield Spent("tokens", moved, "byte", seconds, why)
+    note = f"{len(samples)} samples on each of {engines} engines, at most {slots} at a time"
+    yield Spent.at("tokens", moved, "memory", gpu.bandwidth, note)._replace(seconds=seconds)
     fixed = GRAPH_SECONDS if vllm else EAGER_SECONDS
     why = f"{fixed * 1e6:g} us a layer and token, however few sequences run"
     yield Spent("layers", launched, "layer", launched * fixed, why)
@@ -88,8 +89,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         blocks = sum(kind.blocks for kind in plan.sizes.layer_kinds)
         sent = 2 * blocks * rows * width * (tp - 1) / tp
         peak = group_rate(gpu, plan.hardware.gpus_per_node, tp, 1)
-        link, how = reached("ring", peak, "byte")
-        yield Spent.at("tensor parallel", sent, "byte", link, how)
+        yield Spent.at("tensor parallel", sent, "ring", peak)
 
 
 def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[Sample], list[int]]:
