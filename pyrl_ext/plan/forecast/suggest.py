@@ -100,10 +100,10 @@ class _Given:
 
     def __init__(self, draft: PartialPlan, pinned: set[str], gpus: int, gpu: str) -> None:
         self.draft = draft
-        self.pinned = pinned
+        self.pinned = pinned - {"hardware.gpu"}
         self.gpus = gpus - (draft.world_size - draft.parallel.world_size)  # the others encode
         self.machine: Values = {"hardware.gpu": gpu}
-        if draft.hardware.gpu != gpu and "hardware.memory" not in pinned:
+        if draft.hardware.gpu != gpu:
             self.machine["hardware.memory"] = None  # the given value is of another GPU
 
     def value(self, key: str) -> Any:
@@ -116,9 +116,11 @@ class _Given:
         return [self.value(key)] if key in self.pinned else values
 
     def plan(self, values: Values) -> Plan:
-        """The given plan with other values; not checked."""
+        """The given plan with other values, but for those that an override sets; not checked."""
         changes = (self.machine | values).items()
-        return self.draft.changed({tuple(key.split(".")): value for key, value in changes})
+        return self.draft.changed(
+            {tuple(key.split(".")): value for key, value in changes if key not in self.pinned}
+        )
 
     def layouts(self) -> Iterator[Values]:
         """Every layout of the ranks, with the layers split into its stages."""
@@ -150,24 +152,21 @@ class _Given:
         }
         if pp != given.pp and not self.pinned.intersection(split):
             values |= split
-            values["parallel.vpp"] = self.choices("parallel.vpp", [None])[0]
-            chunks = pp * (given.vpp_size if "parallel.vpp" in self.pinned else 1)
+            values["parallel.vpp"] = None
+            chunks = pp * self.plan(values).parallel.vpp_size
             if layers % chunks:
                 layout = even_layout(layers, self.draft.num_mtp_layers, chunks)
                 values["parallel.pipeline_model_parallel_layout"] = layout
         # sharding the optimizer state sends as many bytes
-        sharded = ranks > 1 or self.value("optimizer.distributed")
-        values["optimizer.distributed"] = self.choices("optimizer.distributed", [sharded])[0]
+        values["optimizer.distributed"] = ranks > 1 or self.draft.optimizer.distributed
         if given.dynamic_cp:
             larger = cp_sizes(ranks, parallel.cp, given.dynamic_cp)[1:]
-            largest = larger[-1] if larger else None
-            values["parallel.dynamic_cp"] = self.choices("parallel.dynamic_cp", [largest])[0]
+            values["parallel.dynamic_cp"] = larger[-1] if larger else None
         plan = self.plan(values)
         rows = -(-plan.max_rows // (plan.parallel.dynamic_cp or parallel.cp))
-        key = "batching.tokens_per_microbatch"
-        fitting = self.value(key) if self.value(key) >= rows else -(-rows // 256) * 256
-        values[key] = self.choices(key, [fitting])[0]
-        return values
+        tokens = self.draft.batching.tokens_per_microbatch
+        fitting = tokens if tokens >= rows else -(-rows // 256) * 256
+        return values | {"batching.tokens_per_microbatch": fitting}
 
     def save_memory(self, layout: Values, search: Search) -> None:
         """Add a layout with the first memory saving that makes it fit to what was found."""
@@ -188,7 +187,7 @@ class _Given:
                 texts = tuple(
                     f"{key}={value if isinstance(value, str) else show(value)}"
                     for key, value in values.items()
-                    if value != self.value(key)
+                    if key not in self.pinned and value != self.value(key)
                 )
                 search.found.append(Suggestion(texts, plan, peak, time))
                 return
