@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.compute_time import Spent, encoder_seconds
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
@@ -48,6 +48,11 @@ def encoder_of(hf: dict[str, Any], pp: int) -> Encoder:
     model = plan.model.model_copy(update={"family": hf["model_type"]})
     changed = {"modules": {"vision": module}, "model": model}
     return Encoder(plan.model_copy(update=changed), "vision")
+
+
+def test_compile_refuses_an_encoder_of_a_model_of_text():
+    with pytest.raises(ConfigError, match=r"modules.vision: not a module of .*, expected none"):
+        compile_plan(QWEN3_VL.with_name("glm47.yaml"), ["modules.vision.train=false"])
 
 
 @pytest.mark.parametrize("hf", [QWEN_VL, KIMI_VL], ids=["qwen3_vl_moe", "kimi_k25"])

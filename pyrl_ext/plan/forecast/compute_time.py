@@ -22,7 +22,6 @@ from pyrl_ext.plan.model.attention import head_widths, kv_heads
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.model.hardware import Gpu, exchange_rate, group_rate
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.schedule.pipeline import Ahead, ahead_of, pipeline
 
@@ -43,6 +42,14 @@ REACHED = {
     "host": (0.8, "pinned memory"),
 }
 MOVES = ("memory", "ring", "exchange", "host")  # kinds that move bytes; the others compute
+
+# model.recompute -> kinds of work that the backward pass computes again.
+_SELECTIVE = frozenset({"attention", "experts", "context parallel", "expert parallel"})
+RECOMPUTED = {
+    "none": frozenset[str](),
+    "selective": _SELECTIVE,
+    "full": _SELECTIVE | {"projections", "scan", "memory", "tensor parallel"},
+}
 
 
 def reached(kind: str, peak: float) -> float:
@@ -75,7 +82,7 @@ class Spent(NamedTuple):
 
 
 def added(costs: Iterable[Spent]) -> list[Spent]:
-    """Costs of the same name added up; percentages are averaged by time."""
+    """Costs of the same name added up, if they take time; percentages are averaged by time."""
     totals: dict[str, Spent] = {}
     for more in costs:
         before = totals.get(more.name, more._replace(amount=0.0, seconds=0.0))
@@ -119,16 +126,6 @@ class Part(NamedTuple):
         return reached(self.kind, self.peak)
 
 
-def computed_again(plan: Plan) -> frozenset[str]:
-    """Kinds of work that the backward pass recomputes."""
-    if plan.model.recompute == "none":
-        return frozenset()
-    selected = {"attention", "experts", "context parallel", "expert parallel"}
-    if plan.model.recompute == "full":
-        selected |= {"projections", "scan", "memory", "tensor parallel"}
-    return frozenset(selected)
-
-
 @dataclass(frozen=True)
 class _Pass:
     """One pass over a model chunk; `cp` ranks share a sequence."""
@@ -150,18 +147,13 @@ class _Pass:
         return Counter(block for kind in kinds for block in kind if block)
 
     @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return DTYPE_BYTES[self.plan.model.dtype]
-
-    @property
     def ranks(self) -> int:
         """Ranks that share a row's products."""
         return self.plan.parallel.tp * self.cp
 
     def again(self, name: str) -> bool:
         """True if this pass computes such work of the forward pass again."""
-        return self.backward and name in computed_again(self.plan)
+        return self.backward and name in RECOMPUTED[self.plan.model.recompute]
 
     def times(self, name: str, frozen: bool = False) -> int:
         """Products of this pass for each of the forward pass: in the backward pass one for the
@@ -229,11 +221,12 @@ def _traffic(of: _Pass) -> Iterator[Part]:
     linear's input and adds to its output, which bounds it until ranks are of hundreds."""
     plan = of.plan
     sizes = plan.sizes
+    width = plan.weight_bytes
     moved = 0.0
     for linear, rank in adapters(plan, sizes.kinds_in(of.chunk)):
         times = of.times("experts") * sizes.topk if linear.experts else of.times("projections")
         moved += times * (linear.inputs + 3 * linear.outputs + 2 * rank)
-    yield Part("adapters", "memory", of.gpu.bandwidth, of.width * moved / of.ranks)
+    yield Part("adapters", "memory", of.gpu.bandwidth, width * moved / of.ranks)
     # a block has a norm and a residual sum; attention rotates queries and keys
     elements = 5 * sizes.hidden_size * of.blocks.total()
     if sizes.rotary_width:
@@ -247,11 +240,11 @@ def _traffic(of: _Pass) -> Iterator[Part]:
     if mixer := sizes.state_mixer:  # around the convolution and the scan, and in the gated norm
         elements += of.blocks[mixer.name] * (3 * mixer.convolved + 4 * mixer.inner)
     times = of.times("memory")
-    read = of.width * times * rank_parameters(plan, chunk_parameters(plan, of.chunk)).total
+    read = width * times * rank_parameters(plan, chunk_parameters(plan, of.chunk)).total
     if of.backward:  # a gradient is written, read, and added to the float32 sum
         trained = rank_parameters(plan, trained_parameters(plan, of.chunk)).total
-        read += (2 * of.width + 8) * trained
-    row = of.width * elements * times / of.ranks
+        read += (2 * width + 8) * trained
+    row = width * elements * times / of.ranks
     yield Part("memory", "memory", of.gpu.bandwidth, row, fixed=read)
 
 
@@ -263,7 +256,7 @@ def _exchanged(of: _Pass) -> Iterator[Part]:
     ep = parallel.ep
     etp = parallel.etp_size
     routers = of.blocks["moe"]
-    hidden = of.width * sizes.hidden_size
+    hidden = of.plan.weight_bytes * sizes.hidden_size
     # mixers, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter after;
     # the backward pass gathers the input once more
     blocks = of.blocks.total() - (0 if sizes.shared_expert_width else routers)
@@ -295,7 +288,7 @@ def _shared_sequences(of: _Pass) -> Iterator[Part]:
         passes = 2 if of.backward else 1
         # rows of the other ranks; the backward pass gathers latents once more
         times = passes + of.again("attention")
-        row = attending * times * of.width * latent * (tp - 1) / tp * others
+        row = attending * times * of.plan.weight_bytes * latent * (tp - 1) / tp * others
         yield of.sent("tensor parallel", tp, 1, row)
         # own rows are among the projections, also where the backward pass recomputes all of these
         heads = sizes.num_attention_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
@@ -306,10 +299,10 @@ def _shared_sequences(of: _Pass) -> Iterator[Part]:
             times += 1
         row = attending * times * 2 * sizes.kv_lora_rank * heads / tp
         yield of.flop("latents", "projections", row=row)
-    sent = of.width * attending * elements * others * (1 + of.again("context parallel"))
+    sent = of.plan.weight_bytes * attending * elements * others * (1 + of.again("context parallel"))
     yield of.sent("context parallel", cp, tp, sent)
     if mixer := sizes.state_mixer:
-        row = of.width * (mixer.inputs + mixer.inner) / of.ranks * others
+        row = of.plan.weight_bytes * (mixer.inputs + mixer.inner) / of.ranks * others
         row *= of.blocks[mixer.name] * (1 + of.again("projections"))
         yield of.sent("heads for rows", cp, tp, row, "exchange")
 
@@ -446,8 +439,7 @@ class Passes:
             return seconds
 
         rows = max(of.rows / cp for cp, of in rounds)
-        width = DTYPE_BYTES[self.plan.model.dtype]
-        sent = rows * self.plan.sizes.hidden_size * width / parallel.tp
+        sent = rows * self.plan.sizes.hidden_size * self.plan.weight_bytes / parallel.tp
         stride = parallel.world_size // parallel.pp
         peak = group_rate(self.gpu, self.plan.hardware.gpus_per_node, parallel.pp, stride)
         slots = pipeline(

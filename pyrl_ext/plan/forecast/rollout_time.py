@@ -15,7 +15,6 @@ from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import Gpu, group_rate, memory_limit
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
 # Assumed: fixed time of a layer besides memory traffic and FLOPs, in a CUDA graph and with kernels
@@ -63,7 +62,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     cached = mean * kv_bytes_per_token(plan, tp)
     states = state_bytes(plan, tp)
     counts = parameters(plan.sizes)
-    weights = counts.total * DTYPE_BYTES[plan.rollout_dtype] / tp
+    weights = counts.total * plan.engine_bytes / tp
     slots = _slots(plan, weights, cached + states, tp)
     a_token = forward.of(1, mean, 1) / tp
     rate = reached("projections", peak)
@@ -85,7 +84,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     yield Spent("layers", launched, "layer", launched * fixed, why)
     if tp > 1:  # an all-reduce a block: a reduce-scatter and an all-gather
         rows = sum(s.response for s in samples) + sum(prompts)
-        width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
+        width = plan.sizes.hidden_size * plan.engine_bytes
         blocks = sum(kind.blocks for kind in plan.sizes.layer_kinds)
         sent = 2 * blocks * rows * width * (tp - 1) / tp
         peak = group_rate(gpu, plan.hardware.gpus_per_node, tp, 1)
@@ -113,6 +112,6 @@ def _slots(plan: Plan, weights: float, sequence: float, tp: int) -> int:
     limit = memory_limit(plan)
     if plan.rollout.engine != "vllm" or limit is None:
         return plan.max_num_seqs
-    towers = encoder_parameters(plan) * DTYPE_BYTES[plan.rollout_dtype] / tp
+    towers = encoder_parameters(plan) * plan.engine_bytes / tp
     free = plan.rollout.gpu_memory_utilization * limit - weights - towers
     return max(1, min(int(free / sequence), plan.max_num_seqs))

@@ -27,7 +27,6 @@ from pyrl_ext.plan.forecast.rollout_time import rollout_costs
 from pyrl_ext.plan.forecast.workload import Round, step_rounds, step_samples, update_rounds
 from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, TCP, Gpu, gpu_of, group_rate
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.plan.plan import Plan
 
@@ -122,14 +121,14 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         return
     published = published_numbers(plan)
     total = published + encoder_parameters(plan)
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
     held *= published / parameters(plan.sizes).total  # of what is sent as of the rest
     peak = group_rate(gpu, plan.hardware.gpus_per_node, plan.world_size, 1)
     missing = max(0.0, total / plan.rollout.senders - held)
     gathered = Spent.at("gather weights", width * missing, "ring", peak)
     yield gathered
-    taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
+    taken = total * plan.engine_bytes / plan.rollout.tp
     if plan.remote_engines:
         yield _sent_to_servers(plan, gpu, width * total, gathered.seconds)
         yield Spent.at("load weights", taken, "host", gpu.host, "from the engine's host")
@@ -181,7 +180,7 @@ def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     yield from _gradients(plan, gpu, trained[largest], towers, last)
     # AdamW reads gradient, weight and two moments and writes the last three, in float32, and writes
     # the model's weights. Before, gradients are set to zero and their norm is computed
-    weight = DTYPE_BYTES[plan.model.dtype]
+    weight = plan.weight_bytes
     stepped = optimizer_parameters(plan, trained[largest])
     stepped += sum(each.stepped(0) for each in towers)
     moved = 8 * held[largest] + (28 + weight) * stepped
@@ -197,7 +196,7 @@ def _image_rows(plan: Plan, gpu: Gpu, parts: int, back: bool = False) -> Iterato
         rows = encoder.step_patches / encoder.tower.merge**2 / encoder.parallel.dp / parts
         away = 1 - 1 / readers if encoder.shared else 1  # the rest stays on its rank
         ways = 2 if back and encoder.module.train else 1
-        moved = rows * encoder.row_width * DTYPE_BYTES[plan.model.dtype] * ways * away
+        moved = rows * encoder.row_width * plan.weight_bytes * ways * away
         peak = group_rate(gpu, plan.hardware.gpus_per_node, plan.world_size, 1)
         yield Spent.at("rows of images", moved, "ring", peak, "from a replica")
 
@@ -228,7 +227,7 @@ def _gradients(
         peak = group_rate(gpu, plan.hardware.gpus_per_node, size, stride)
         away = count * (size - 1) / size
         sums = 4 * away * (1 if distributed else 2)
-        back = DTYPE_BYTES[plan.model.dtype] * away * distributed
+        back = plan.weight_bytes * away * distributed
         costs.append(Spent.at("reduce gradients", sums, "ring", peak, note))
         costs.append(Spent.at("gather weights", back, "ring", peak))
     for cost in added(costs):
