@@ -392,7 +392,7 @@ class Priced(NamedTuple):
 
 
 class Passes:
-    """Prices the passes of a plan; equal chunks are priced once."""
+    """Prices the passes of a plan, each chunk once."""
 
     def __init__(self, plan: Plan, gpu: Gpu) -> None:
         self.plan = plan
