@@ -29,10 +29,10 @@ class Run:
         steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
         return steps.astype(int), values
 
-    def mean(self, name: str) -> float | None:
-        """Mean over the steps that have the metric; None if none has."""
+    def total(self, name: str) -> float:
+        """Sum of the finite values; 0 without any."""
         values = self.series(name)[1]
-        return float(values.mean()) if len(values) else None
+        return float(values.sum(where=np.isfinite(values)))
 
 
 def aim(run: Run) -> str:

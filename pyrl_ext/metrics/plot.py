@@ -152,12 +152,9 @@ def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dic
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over ``window`` values around each, fewer at the ends; ``window`` is odd."""
-    total = np.cumsum(np.insert(values, 0, 0.0))
-    places = np.arange(len(values))
-    half = window // 2
-    ends = np.minimum(len(values), places + half + 1)
-    starts = np.maximum(0, places - half)
-    return (total[ends] - total[starts]) / (ends - starts)
+    ones = np.ones(window)
+    counts = np.convolve(np.ones(len(values)), ones, "same")
+    return np.convolve(values, ones, "same") / counts
 
 
 def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:

@@ -59,8 +59,8 @@ def summary(run: Run) -> dict[str, float]:
     if len(evaluated):
         figures |= {f"eval {name} start": evaluated[0], f"eval {name} end": evaluated[-1]}
     for name in MEANS:
-        if (mean := run.mean(name)) is not None:
-            figures[name] = mean
+        if len(values := run.series(name)[1]):
+            figures[name] = values.mean()
     _, apart = run.series("mismatch/abs_mean")
     if len(apart):
         figures[WORST_STEP] = np.max(apart)  # NaN if one is
@@ -78,16 +78,11 @@ def phase_seconds(run: Run) -> dict[str, float]:
     ``other`` is the rest of time/step. Checkpoints are not part of time/step. A number that is not
     finite counts as missing.
     """
-    seconds = {name: _total(run, name) for name in PHASES}
+    seconds = {name: run.total(name) for name in PHASES}
     seconds = {name: total for name, total in seconds.items() if total > 0}
-    steps = _total(run, "time/step")
+    steps = run.total("time/step")
     inside = sum(total for name, total in seconds.items() if name != "time/checkpoint")
     return seconds | {"other": max(0.0, steps - inside)}
-
-
-def _total(run: Run, name: str) -> float:
-    values = run.series(name)[1]
-    return float(values.sum(where=np.isfinite(values)))
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
@@ -95,9 +90,8 @@ def summary_table(runs: Sequence[Run]) -> Table:
     table = _table("Run" if len(runs) == 1 else "Runs", ["figure"], runs)
     all_figures = [summary(run) for run in runs]
     for name in dict.fromkeys(n for figures in all_figures for n in figures):
-        cells = [_figure(name, figures.get(name)) for figures in all_figures]
-        ratios = [_ratio(figures.get(name), all_figures[0].get(name)) for figures in all_figures]
-        table.add_row(name, *_interleave(cells, ratios))
+        values = [figures.get(name) for figures in all_figures]
+        _add_row(table, [name], values, [_figure(name, value) for value in values])
     return table
 
 
@@ -117,15 +111,13 @@ def time_table(runs: Sequence[Run]) -> Table:
             "-" if name not in t else f"{t[name]:,.2f} s {t[name] / (t['all'] or 1):6.1%}"
             for t in times
         ]
-        ratios = [_ratio(t.get(name), times[0].get(name)) for t in times]
-        table.add_row(name, whose, *_interleave(cells, ratios))
-    replay = [_total(run, "time/replay") for run in runs]
+        _add_row(table, [name, whose], [t.get(name) for t in times], cells)
+    replay = [run.total("time/replay") for run in runs]
     if any(replay):
-        steps = [_total(run, "time/step") for run in runs]
+        steps = [run.total("time/step") for run in runs]
         cells = [f"{r:,.2f} s {r / (s or 1):6.2%}" for r, s in zip(replay, steps, strict=True)]
-        ratios = [_ratio(r, replay[0]) for r in replay]
         table.add_section()
-        table.add_row("routing replay, of the steps", "ours", *_interleave(cells, ratios))
+        _add_row(table, ["routing replay, of the steps", "ours"], replay, cells)
     return table
 
 
@@ -138,9 +130,14 @@ def _table(title: str, headings: list[str], runs: Sequence[Run]) -> Table:
     return table
 
 
-def _interleave(cells: list[str], ratios: list[str]) -> list[str]:
-    pairs = zip(cells[1:], ratios[1:], strict=True)
-    return [cells[0], *(cell for pair in pairs for cell in pair)]
+def _add_row(
+    table: Table, names: list[str], values: Sequence[float | None], cells: list[str]
+) -> None:
+    """The cells of all runs, each after the first with its ratio to the first."""
+    row = [*names, cells[0]]
+    for value, cell in zip(values[1:], cells[1:], strict=True):
+        row += [cell, _ratio(value, values[0])]
+    table.add_row(*row)
 
 
 def _figure(name: str, value: float | None) -> str:

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +26,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.external_groups import own_address
@@ -48,21 +49,6 @@ class Process(NamedTuple):
     pid: int
     has_store: bool
     run: str
-
-
-class MissedBeats:
-    """Number of looks in a row at which a counter of heartbeats had not moved."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last: int | None = None
-
-    def see(self, beats: int | None) -> int:
-        """Look at the counter; None: there is none to look at. Returns the number of looks."""
-        unmoved = beats is not None and beats == self._last
-        self.count = self.count + 1 if unmoved else 0
-        self._last = beats
-        return self.count
 
 
 class Heartbeat:
@@ -146,24 +132,23 @@ class Heartbeat:
         run = uuid.uuid4().hex[:16]  # torchrun may start a run again at the same store
         process = Process(socket.gethostname(), here, os.getpid(), has_store, run)
         self._processes = gather_objects(process, dist.group.WORLD)
-        prefix = f"heartbeat/{self._processes[0].run}"
-        self._cause_key = f"{prefix}/cause"
-        self._alarm_key = f"{prefix}/alarm"
-        self._beat_key = f"{prefix}/{self.rank}"
+        store: Any = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = PrefixStore(f"heartbeat/{self._processes[0].run}", store)
         self._watched = [*range(1, self.world_size)] if self.rank == 0 else [0]
-        self._read = [self._cause_key, self._alarm_key, *(f"{prefix}/{n}" for n in self._watched)]
-        self._store: Any = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._read = ["cause", "alarm", *map(str, self._watched)]
         if self.rank == 0:
-            self._store.set(self._cause_key, "")
-            self._store.set(self._alarm_key, "")
+            self._store.set("cause", "")
+            self._store.set("alarm", "")
         self._send(0)
         self._store.wait(self._read, START)
-        exchange = threading.Thread(target=self._exchange, name="heartbeat-exchange", daemon=True)
-        monitor = threading.Thread(target=self._monitor, name="heartbeat-monitor", daemon=True)
-        self._exchange_thread = exchange
-        self._monitor_thread = monitor
-        exchange.start()
-        monitor.start()
+        self._exchange_thread = threading.Thread(
+            target=self._exchange, name="heartbeat-exchange", daemon=True
+        )
+        self._monitor_thread = threading.Thread(
+            target=self._monitor, name="heartbeat-monitor", daemon=True
+        )
+        self._exchange_thread.start()
+        self._monitor_thread.start()
         self._on_sigterm = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
@@ -172,11 +157,11 @@ class Heartbeat:
         self._terminated = True
 
     def _send(self, serial: int) -> None:
-        self._store.set(self._beat_key, json.dumps((serial, self.place)))
+        self._store.set(str(self.rank), json.dumps((serial, self.place)))
         if self._suspects:
-            self._store.set(self._alarm_key, "1")
+            self._store.set("alarm", "1")
         if self.cause is not None:
-            self._store.compare_set(self._cause_key, "", self.cause)  # the first one counts
+            self._store.compare_set("cause", "", self.cause)  # the first one counts
 
     def _exchange(self) -> None:
         received = 0.0
@@ -204,23 +189,26 @@ class Heartbeat:
             self._decide(cause.decode())
 
     def _monitor(self) -> None:
-        missed = {rank: MissedBeats() for rank in (*self._watched, STORE)}
+        missed = Counter[int]()  # watched rank -> looks in a row at which it had not moved
+        seen: dict[int, int] = {}
         wait = WAIT
         while not self._left.wait(INTERVAL) and self.cause is None:
             serials = {rank: serial for rank, (serial, _) in self._beats.items()}
             serials[STORE] = self._answers
-            counts = {rank: beats.see(serials.get(rank)) for rank, beats in missed.items()}
+            for rank, serial in serials.items():
+                missed[rank] = missed[rank] + 1 if serial == seen.get(rank) else 0
+            seen = serials
             patience = SUSPECT if self._suspects else SILENT
             wait -= self._terminated
-            if counts.pop(STORE) >= patience or self._broken is not None:
+            if missed[STORE] >= patience or self._broken is not None:
                 ranks = [rank for rank, process in enumerate(self._processes) if process.has_store]
                 self._decide(
                     f"the store on {self._store_host} does not answer ({self._broken or 'timeout'})"
                     ": torchrun there has ended, or the host or its network is down; its ranks: "
                     f"{self._names(ranks)}"
                 )
-            elif max(counts.values()) >= patience:
-                silent = [rank for rank, count in counts.items() if count >= patience - 2]
+            elif max(missed[rank] for rank in self._watched) >= patience:
+                silent = [rank for rank in self._watched if missed[rank] >= patience - 2]
                 seconds = patience * INTERVAL
                 self._decide(f"no heartbeat for {seconds:.0f} s from {self._names(silent)}")
             elif wait <= 0:

@@ -51,21 +51,16 @@ def costs_of(plan: Plan) -> CostModel:
     run = Passes(plan, gpu)
 
     def rates(cp: int) -> list[float]:
-        """Seconds for a microbatch, a row, a pair and a scored row of an update, a stage."""
-        found = [
-            run.priced(chunk, cp, work).rates
-            for chunk in run.chunks
-            for work in ("forward", "backward")
-        ]
-        return [sum(each) / pp for each in zip(*found, strict=True)]
+        """Seconds for a row, a pair, a scored row and a microbatch of an update, a stage."""
+        return [each / pp for each in run.rates(cp, ["forward", "backward"])]
 
-    fixed, row, pair, head = rates(1)
+    row, pair, head, fixed = rates(1)
     alone = row + head * scored
     exchanges: list[Exchange] = []
     ranks = plan.parallel.dp * plan.parallel.cp
     size = 2
     while size <= ranks:
-        _, shared, _, shared_head = rates(size)
+        shared, _, shared_head, _ = rates(size)
         received = shared + shared_head * scored - alone / size
         exchanges.append(Exchange(size, 0.0, max(0.0, received) * size / (size - 1)))
         size *= 2

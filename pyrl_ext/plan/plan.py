@@ -24,6 +24,7 @@ from pyrl_ext.plan.model.latent_gather import Exchanged, exchanged_elements
 from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes
+from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.schema import Config, Parallel
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 
@@ -239,6 +240,16 @@ class Plan(Config):
     def rollout_dtype(self) -> str:
         """Type of the engine's weights."""
         return self.rollout.dtype or self.model.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one of the trainer's weights, and of an element of its activations."""
+        return DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of one of the engine's weights."""
+        return DTYPE_BYTES[self.rollout_dtype]
 
     @property
     def shares_gpus(self) -> bool:

@@ -48,7 +48,13 @@ class Feature:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: no problem; 1: at least one problem; 2: the config is not valid."""
-    options = _parser().parse_intermixed_args(arguments)
+    by_name = Path(sys.argv[0]).name == "pyrl"  # plan.command.called needs pydantic
+    prog = "pyrl doctor" if by_name else "python -m pyrl_ext.tools.doctor"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument("config", nargs="?", help="the YAML file of a plan")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    options = parser.parse_intermixed_args(arguments)
     facts = read_facts()
     available = features(facts)
     problems = [
@@ -74,16 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _show(facts, available, checks, problems)
     return 1 if problems else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    by_name = Path(sys.argv[0]).name == "pyrl"  # plan.command.called needs pydantic
-    prog = "pyrl doctor" if by_name else "python -m pyrl_ext.tools.doctor"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("config", nargs="?", help="the YAML file of a plan")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    return parser
 
 
 # Facts --------------------------------------------------------------------------------------------

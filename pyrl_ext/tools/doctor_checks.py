@@ -18,7 +18,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import trained_of_stage
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.plan.model.units import DTYPE_BYTES, size
+from pyrl_ext.plan.model.units import size
 from pyrl_ext.tools.doctor import Facts, Feature, disk_of
 
 SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there
@@ -45,9 +45,7 @@ def check_plan(plan: Plan, facts: Facts, features: Sequence[Feature]) -> list[Ch
         missing = "; ".join(by_name[name].missing)
         problem = f"{reason}, but {missing}. To get it: {by_name[name].install}"
         checks.append(Check(name, missing or "available", problem if missing else None))
-    checks += _ranks(plan, facts)
-    checks += _memory(plan, facts)
-    checks += _open_files(plan, facts)
+    checks += _room(plan, facts)
     checks += _run_folder(plan)
     checks += _keys(plan, facts)
     if plan.world_size > 1 and "RANK" not in os.environ:
@@ -71,47 +69,35 @@ def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "model.fp8", f"model.fp8 is {plan.model.fp8}"
 
 
-def ranks_here(plan: Plan) -> int:
-    """Number of ranks of this machine."""
-    if plan.device == "cuda":
-        return min(plan.world_size, plan.hardware.gpus_per_node)
-    return plan.world_size
-
-
-def _ranks(plan: Plan, facts: Facts) -> Iterator[Check]:
-    ranks = ranks_here(plan)
+def _room(plan: Plan, facts: Facts) -> Iterator[Check]:
+    """Devices for the ranks of this machine, memory for the fullest stage in a GPU and for all
+    ranks in the host, and open files for their sockets."""
+    on_gpu = plan.device == "cuda"
+    ranks = min(plan.world_size, plan.hardware.gpus_per_node) if on_gpu else plan.world_size
     gpus = facts["torch"].get("gpus", 0)
-    problem = None
-    if plan.device == "cuda" and gpus < ranks:
-        problem = f"{ranks} ranks on this machine, but torch sees {gpus} GPUs. Change parallel.dp"
-    yield Check("ranks", f"{plan.world_size} ranks, {ranks} on this machine", problem)
-
-
-def _memory(plan: Plan, facts: Facts) -> Iterator[Check]:
-    """The fullest stage in a GPU, and all ranks of this machine in its memory."""
+    problem = f"{ranks} ranks on this machine, but torch sees {gpus} GPUs. Change parallel.dp"
+    lacks_gpus = on_gpu and gpus < ranks
+    result = f"{plan.world_size} ranks, {ranks} on this machine"
+    yield Check("ranks", result, problem if lacks_gpus else None)
     stages = stage_memory(plan)
-    ranks = ranks_here(plan)
     peak = max(stage.peak for stage in stages)
     host = max(stage.held(phase, host=True) for stage in stages for phase in stage.phases)
     advice = f"`pyrl plan {plan.source}` lists what takes it"
-    if plan.device == "cuda" and facts["gpus"]:
+    if on_gpu and facts["gpus"]:
         smallest = min(gpu["memory"] for gpu in facts["gpus"])
         problem = f"a rank needs {size(peak)}, but a GPU has {size(smallest)}. {advice}"
         yield Check("memory of a GPU", size(smallest), problem if peak > smallest else None)
-    needed = ranks * (host + peak if plan.device == "cpu" else host)
+    needed = ranks * (host if on_gpu else host + peak)
     memory = facts["memory"]
     problem = f"{ranks} ranks need {size(needed)}, but this machine has {size(memory)}. {advice}"
     yield Check("memory of this machine", size(memory), problem if needed > memory else None)
-    if plan.device == "cuda" and plan.world_size > 1:
+    if on_gpu and plan.world_size > 1:
         shared = (facts["shared_memory"] or {"total": 0})["total"]
         problem = f"{size(shared)}, expected {size(SHARED_MEMORY)} for NCCL. "
         problem += "Start the container with --shm-size=16g or --ipc=host"
         yield Check(
             "shared memory (/dev/shm)", size(shared), problem if shared < SHARED_MEMORY else None
         )
-
-
-def _open_files(plan: Plan, facts: Facts) -> Iterator[Check]:
     soft, hard = facts["open_files"]
     needed = FILES + FILES_OF_RANK * plan.world_size
     problem = f"{soft}, expected {needed}; ranks keep sockets to each other. ulimit -n {hard}"
@@ -151,7 +137,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     Adapters are saved alone.
     """
     trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
-    weight = DTYPE_BYTES[plan.model.dtype]
+    weight = plan.weight_bytes
     hf = weight * parameters(plan.sizes).total if plan.checkpoint.hf else 0
     return trained * (weight + 12) + hf  # the optimizer's weights and two moments
 

@@ -473,12 +473,14 @@ def test_stage_parameters_hold_every_parameter_once(small: Path, layout: list[st
 def test_logits_bytes_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
     plan = compile_plan(small, overrides)
     assert plan.sizes.vocab_size == 128
-    assert logits_bytes(plan) == expected * plan.batching.tokens_per_microbatch
+    rows = plan.batching.tokens_per_microbatch
+    assert logits_bytes(plan, rows) == expected * rows
 
 
 def test_logits_bytes_are_at_most_chunk_and_cache(small: Path):
     chosen = ["logprob.chunk_bytes=1000", "logprob.cache_bytes=300"]
-    assert logits_bytes(compile_plan(small, chosen)) == 1300
+    plan = compile_plan(small, chosen)
+    assert logits_bytes(plan, plan.batching.tokens_per_microbatch) == 1300
 
 
 # The command -------------------------------------------------------------------------------------

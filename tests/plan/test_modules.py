@@ -14,12 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.compute_time import encoder_seconds
+from pyrl_ext.plan.forecast.compute_time import Spent, encoder_seconds
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.step_time import Cost, step_time
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.suggest import suggest
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.model.families.vision import VisionLanguage
@@ -48,6 +48,11 @@ def encoder_of(hf: dict[str, Any], pp: int) -> Encoder:
     model = plan.model.model_copy(update={"family": hf["model_type"]})
     changed = {"modules": {"vision": module}, "model": model}
     return Encoder(plan.model_copy(update=changed), "vision")
+
+
+def test_compile_refuses_an_encoder_of_a_model_of_text():
+    with pytest.raises(ConfigError, match=r"modules.vision: not a module of .*, expected none"):
+        compile_plan(QWEN3_VL.with_name("glm47.yaml"), ["modules.vision.train=false"])
 
 
 @pytest.mark.parametrize("hf", [QWEN_VL, KIMI_VL], ids=["qwen3_vl_moe", "kimi_k25"])
@@ -258,7 +263,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
     assert encoder.in_flight(0) == most
 
 
-def costs_of(*overrides: str) -> dict[tuple[str, str], Cost]:
+def costs_of(*overrides: str) -> dict[tuple[str, str], Spent]:
     time = step_time(plan_of(*overrides))
     assert time is not None
     return {(cost.phase, cost.name): cost for cost in time.costs}

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+from pyrl_ext.plan.forecast.parameters import adapters
 from pyrl_ext.plan.model.attention import Heads, heads_of
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
 from pyrl_ext.plan.model.layer_kinds import LayerKind
-from pyrl_ext.plan.model.lora import adapted
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
+
+# The tensors that linears of a layer read: of its mixer, and of its feed-forward part.
+MIXER_INPUTS = frozenset({"attention", "query", "latent", "core"})
+ALL_INPUTS = MIXER_INPUTS | {"mlp", "inside mlp", "experts", "inside experts"}
 
 
 class Layer(NamedTuple):
@@ -45,14 +48,22 @@ def layer(plan: Plan, kind: LayerKind) -> Layer:
     """Bytes that a layer saves when nothing is recomputed."""
     sizes = plan.sizes
     tp = plan.parallel.tp
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     sparse = kind.feed_forward == "moe"
     heads = heads_of(plan)
-    read = inputs_kept(plan, kind)
-    narrow, narrow_feed_forward = _adapters(plan, kind)
+    # of frozen weights only inputs that adapters read are kept, for the gradients of theirs
+    adapting = [*adapters(plan, [kind])]
+    read = ALL_INPUTS if plan.lora is None else {linear.input for linear, _ in adapting}
     projections = core = core_inputs = 0.0
+    feed_forward = feed_forward_input = 0.0
+    for linear, rank in adapting:  # outputs of A, which ranks gather where W is cut by rows
+        rows = dispatched(plan) if linear.experts else 1 if linear.cut == "rows" else 1 / tp
+        if linear.input in MIXER_INPUTS:
+            projections += rows * width * rank
+        else:
+            feed_forward += rows * width * rank
     if kind.mixer is not None:
-        projections = width * sizes.hidden_size * ("attention" in read) / tp + narrow
+        projections += width * sizes.hidden_size * ("attention" in read) / tp
     if kind.mixer == "attention":
         projections += _latent_inputs(plan, read) / tp + _norms_of_heads(plan, heads)
         # the gate, and what it multiplies
@@ -61,12 +72,11 @@ def layer(plan: Plan, kind: LayerKind) -> Layer:
         core_inputs = width * (heads.query + _own_keys(plan, heads))
     elif kind.has_state:
         projections += _state_elements(plan, outputs=2) * width
-    feed_forward = feed_forward_input = 0.0
     if kind.feed_forward is not None:
         # megatron's routers keep their input, also for a frozen weight
         feed_forward_input = width * sizes.hidden_size * ("mlp" in read or sparse) / tp
         part = _experts(plan, read) if sparse else _mlp(plan, sizes.intermediate_size, read)
-        feed_forward = narrow_feed_forward + part
+        feed_forward += part
     return Layer(
         norms=kind.blocks * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
@@ -75,37 +85,6 @@ def layer(plan: Plan, kind: LayerKind) -> Layer:
         feed_forward=feed_forward_input + feed_forward,
         feed_forward_input=feed_forward_input,
     )
-
-
-ALL_INPUTS = frozenset(
-    {"attention", "query", "latent", "core", "mlp", "inside mlp", "experts", "inside experts"}
-)
-
-
-def inputs_kept(plan: Plan, kind: LayerKind) -> Set[str]:
-    """The inputs of a layer's linears that are kept for gradients of weights: of frozen ones, those
-    that adapters read."""
-    if plan.lora is None:
-        return ALL_INPUTS
-    return {linear.input for linear in adapted(plan.sizes, plan.lora, kind)}
-
-
-def _adapters(plan: Plan, kind: LayerKind) -> tuple[float, float]:
-    """Bytes for a row of the outputs of A, of the mixer's adapters and of the feed-forward part's.
-    Tensor-parallel ranks gather them where W is cut by rows, and have a part of them elsewhere."""
-    lora = plan.lora
-    mixer = feed_forward = 0.0
-    if lora is None:
-        return mixer, feed_forward
-    for linear in adapted(plan.sizes, lora, kind):
-        rows = 1.0 if linear.cut == "rows" else 1 / plan.parallel.tp
-        rows = dispatched(plan) if linear.experts else rows
-        kept = rows * DTYPE_BYTES[plan.model.dtype] * lora.rank_of(linear.experts > 0)
-        if linear.input in ("attention", "query", "latent", "core"):
-            mixer += kept
-        else:
-            feed_forward += kept
-    return mixer, feed_forward
 
 
 def _state_elements(plan: Plan, outputs: int) -> float:
@@ -117,12 +96,10 @@ def _state_elements(plan: Plan, outputs: int) -> float:
     return (mixer.inputs + mixer.convolved + outputs * mixer.inner) / plan.parallel.tp
 
 
-def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
-    """A norm saves its input, and a float32 number a row.
-
-    `input_width`: width of the tensor that the input is a slice of; None: it is no slice.
-    """
-    return DTYPE_BYTES[plan.model.dtype] * (input_width or width) + 4
+def _norm(plan: Plan, width: int) -> int:
+    """A norm saves its input, or the tensor `width` wide that this is a slice of, and a float32
+    number a row."""
+    return plan.weight_bytes * width + 4
 
 
 def _latent_inputs(plan: Plan, read: Set[str]) -> int:
@@ -131,9 +108,9 @@ def _latent_inputs(plan: Plan, read: Set[str]) -> int:
     sizes = plan.sizes
     if not isinstance(sizes, Latent):
         return 0
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     rank = sizes.kv_lora_rank
-    kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
+    kept = _norm(plan, rank + sizes.qk_rope_head_dim)
     kept += width * rank * ("latent" in read and not plan.gathers_latents)
     if sizes.q_lora_rank:
         kept += _norm(plan, sizes.q_lora_rank) + width * sizes.q_lora_rank * ("query" in read)
@@ -153,7 +130,7 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
         return 0
     every = heads.query + heads.key + heads.value  # one product makes them
     more_heads = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
-    return _norm(plan, heads.query) + _norm(plan, heads.key, every) + more_heads
+    return _norm(plan, heads.query) + _norm(plan, every) + more_heads
 
 
 def _own_value(plan: Plan, heads: Heads) -> int:
@@ -170,7 +147,7 @@ def takes_equal_shapes(plan: Plan) -> bool:
 def _core(plan: Plan, heads: Heads) -> float:
     """Queries, keys, values and output as the kernel reads them, its log-sum-exps, and gathered
     latents from which keys are made."""
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     cp = plan.parallel.dynamic_cp or plan.parallel.cp
     # rank r of cp holds the zigzag chunks r and 2 cp - 1 - r of a sequence, which see r + 1 and
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
@@ -191,7 +168,7 @@ def _core(plan: Plan, heads: Heads) -> float:
 def _mlp(plan: Plan, width: int, read: Set[str]) -> float:
     """An MLP saves up, with a gate that too, and what of them enters the last product."""
     saved = plan.sizes.mlp_matrices - 1 + ("inside mlp" in read)
-    return saved * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
+    return saved * plan.weight_bytes * width / plan.parallel.tp
 
 
 def dispatched(plan: Plan) -> float:
@@ -208,7 +185,7 @@ def _experts(plan: Plan, read: Set[str]) -> float:
     width = sizes.moe_intermediate_size / plan.parallel.etp_size
     saved = sizes.mlp_matrices - 1 + ("inside experts" in read)
     elements = sizes.hidden_size * ("experts" in read) + saved * width
-    row = DTYPE_BYTES[plan.model.dtype] * elements + 4
+    row = plan.weight_bytes * elements + 4
     shared = _mlp(plan, sizes.shared_expert_width, read)
     return router / plan.parallel.tp + dispatched(plan) * row + shared
 
@@ -229,7 +206,7 @@ def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     """The tensors that one microbatch saves in a model chunk, under the plan's recompute choice."""
     hidden = plan.sizes.hidden_size
     tp = plan.parallel.tp
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     split = [_recomputed(plan, layer(plan, kind), kind) for kind in plan.sizes.kinds_in(chunk)]
     kept = sum(part.kept for part in split)
     # an MTP layer adds two norms, the concatenated input of a projection, and a last norm
@@ -249,7 +226,7 @@ def _recomputed(plan: Plan, saved: Layer, kind: LayerKind) -> Kept:
     if plan.model.recompute == "none":
         return Kept(saved.whole, 0)
     if plan.model.recompute == "full":
-        entering = DTYPE_BYTES[plan.model.dtype] * plan.sizes.hidden_size / plan.parallel.tp
+        entering = plan.weight_bytes * plan.sizes.hidden_size / plan.parallel.tp
         return Kept(entering, saved.whole - entering)  # the first norm saves the same tensor
     # selective: core attention and experts, each from its inputs
     core = saved.core
@@ -292,7 +269,7 @@ def stage_activations(plan: Plan, stage: int) -> Kept:
 def mixer_scratch(plan: Plan, kinds: Set[LayerKind]) -> float:
     """Temporary bytes for a row in the backward pass of a mixer: gradients; of core attention on a
     GPU also a float32 sum for the queries, elsewhere a second copy ordered by sequence length."""
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     scratch = 0.0
     if any(kind.has_state for kind in kinds):
         scratch = width * _state_elements(plan, outputs=1)
@@ -307,4 +284,4 @@ def mixer_scratch(plan: Plan, kinds: Set[LayerKind]) -> float:
 def dispatch_scratch(plan: Plan) -> float:
     """Temporary bytes for a row between experts and router: the experts' output sorted by expert,
     the same sorted by the rank it came from, and the gradient."""
-    return 3 * DTYPE_BYTES[plan.model.dtype] * plan.sizes.hidden_size * dispatched(plan)
+    return 3 * plan.weight_bytes * plan.sizes.hidden_size * dispatched(plan)

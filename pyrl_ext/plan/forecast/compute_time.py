@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import sumprod
 from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.parameters import (
+    adapters,
     chunk_parameters,
     rank_parameters,
     trained_parameters,
@@ -20,9 +22,6 @@ from pyrl_ext.plan.model.attention import head_widths, kv_heads
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.model.hardware import Gpu, exchange_rate, group_rate
-from pyrl_ext.plan.model.layer_kinds import LayerKind
-from pyrl_ext.plan.model.lora import adapted
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.schedule.pipeline import Ahead, ahead_of, pipeline
 
@@ -42,65 +41,89 @@ REACHED = {
     "exchange": (0.6, "all-to-all with parts of unequal size"),
     "host": (0.8, "pinned memory"),
 }
+MOVES = ("memory", "ring", "exchange", "host")  # kinds that move bytes; the others compute
+
+# model.recompute -> kinds of work that the backward pass computes again.
+_SELECTIVE = frozenset({"attention", "experts", "context parallel", "expert parallel"})
+RECOMPUTED = {
+    "none": frozenset[str](),
+    "selective": _SELECTIVE,
+    "full": _SELECTIVE | {"projections", "scan", "memory", "tensor parallel"},
+}
+
+
+def reached(kind: str, peak: float) -> float:
+    """Amount of a kind of work per second, at a data sheet's rate of `peak`."""
+    return REACHED[kind][0] * peak
 
 
 class Spent(NamedTuple):
-    """Time of one kind of work, averaged over pipeline stages."""
+    """Time of one kind of work in a phase, averaged over pipeline stages."""
 
     name: str
     amount: float
+    """Amount on one rank."""
     unit: str
+    """FLOP, byte, layer (for one token), or % of the passes that stages wait."""
     seconds: float
     why: str
+    """The rate, and why it is assumed."""
+    phase: str = ""
+    """Of the step."""
 
     @classmethod
-    def at(cls, name: str, amount: float, unit: str, rate: float, why: str) -> Spent:
-        """An amount at a rate per second."""
-        return cls(name, amount, unit, amount / rate, why)
+    def at(cls, name: str, amount: float, kind: str, peak: float, note: str = "") -> Spent:
+        """An amount of a kind of work, at a data sheet's rate of `peak`."""
+        share, why = REACHED[kind]
+        moves = kind in MOVES
+        shown = f"{peak / 1e9:.4g} GB/s" if moves else f"{peak / 1e12:.4g} TFLOP/s"
+        why = f"{note}{'; ' if note else ''}{share:.0%} of {shown}: {why}"
+        return cls(name, amount, "byte" if moves else "FLOP", amount / reached(kind, peak), why)
 
 
-def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
-    """(rate, the assumption in words) of a kind of kernel."""
-    share, why = REACHED[kind]
-    shown = f"{peak / 1e12:.4g} TFLOP/s" if unit == "FLOP" else f"{peak / 1e9:.4g} GB/s"
-    return share * peak, f"{share:.0%} of {shown}: {why}"
+def added(costs: Iterable[Spent]) -> list[Spent]:
+    """Costs of the same name added up, if they take time; percentages are averaged by time."""
+    totals: dict[str, Spent] = {}
+    for more in costs:
+        before = totals.get(more.name, more._replace(amount=0.0, seconds=0.0))
+        amount = before.amount + more.amount
+        seconds = before.seconds + more.seconds
+        if more.unit == "%":
+            weighted = before.amount * before.seconds + more.amount * more.seconds
+            amount = weighted / seconds if seconds else 0.0
+        totals[more.name] = more._replace(amount=amount, seconds=seconds)
+    return [each for each in totals.values() if each.seconds]
 
 
 # Work of a chunk --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One kind of work of a model chunk on one rank."""
 
     name: str
-    unit: Literal["FLOP", "byte"]
-    rate: float
-    """Amount per second."""
-    why: str
-    fixed: float = 0.0
-    """Amount for a microbatch."""
+    kind: str
+    """Of `REACHED`."""
+    peak: float
+    """A data sheet's rate."""
     row: float = 0.0
     """Amount for every row of its bin."""
     pair: float = 0.0
     """Amount for every causal pair of query and key."""
     scored: float = 0.0
     """Amount for every scored row."""
+    fixed: float = 0.0
+    """Amount for a microbatch."""
 
-    def amount(self, of: Bin, microbatches: int) -> float:
-        """The amount for `microbatches` whose rows add up to `of`."""
-        fixed = self.fixed * microbatches
-        return fixed + self.row * of.rows + self.pair * of.pairs + self.scored * of.scored
+    @property
+    def amounts(self) -> tuple[float, ...]:
+        """In the order of `Bin`."""
+        return self[3:]
 
-
-def computed_again(plan: Plan) -> frozenset[str]:
-    """Kinds of work that the backward pass recomputes."""
-    if plan.model.recompute == "none":
-        return frozenset()
-    selected = {"attention", "experts", "context parallel", "expert parallel"}
-    if plan.model.recompute == "full":
-        selected |= {"projections", "scan", "memory", "tensor parallel"}
-    return frozenset(selected)
+    @property
+    def rate(self) -> float:
+        """Amount per second."""
+        return reached(self.kind, self.peak)
 
 
 @dataclass(frozen=True)
@@ -118,13 +141,10 @@ class _Pass:
         return self.work == "backward"
 
     @cached_property
-    def kinds(self) -> Sequence[LayerKind]:
-        return self.plan.sizes.kinds_in(self.chunk)
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return DTYPE_BYTES[self.plan.model.dtype]
+    def blocks(self) -> Counter[str]:
+        """Number of mixers and of feed-forward parts of each kind."""
+        kinds = self.plan.sizes.kinds_in(self.chunk)
+        return Counter(block for kind in kinds for block in kind if block)
 
     @property
     def ranks(self) -> int:
@@ -133,7 +153,7 @@ class _Pass:
 
     def again(self, name: str) -> bool:
         """True if this pass computes such work of the forward pass again."""
-        return self.backward and name in computed_again(self.plan)
+        return self.backward and name in RECOMPUTED[self.plan.model.recompute]
 
     def times(self, name: str, frozen: bool = False) -> int:
         """Products of this pass for each of the forward pass: in the backward pass one for the
@@ -144,12 +164,12 @@ class _Pass:
         """Operations; in 8 bits where the plan has 8-bit products."""
         fp8 = self.plan.model.fp8 is not None and kind in ("projections", "grouped experts")
         peak = self.gpu.flops["fp8" if fp8 else self.plan.model.dtype]
-        return Part(name, "FLOP", *reached("fp8" if fp8 else kind, peak), row=row, pair=pair)
+        return Part(name, "fp8" if fp8 else kind, peak, row, pair)
 
     def sent(self, name: str, size: int, stride: int, row: float, kind: str = "ring") -> Part:
         """Bytes that a rank sends for a row in a group of `size` ranks `stride` apart."""
         peak = group_rate(self.gpu, self.plan.hardware.gpus_per_node, size, stride)
-        return Part(name, "byte", *reached(kind, peak, "byte"), row=row)
+        return Part(name, kind, peak, row)
 
 
 def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) -> list[Part]:
@@ -157,23 +177,21 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
     if work == "score":
         chunk = replace(chunk, mtp=0)  # MTP layers are only trained
     one = _Pass(plan, gpu, chunk, cp, work)
-    parts = [*_products(one), *_adapters(one), _memory(one), *_exchanged(one)]
-    return parts + _shared_sequences(one) if cp > 1 else parts
+    parts = [*_products(one), *_traffic(one), *_exchanged(one)]
+    return [*parts, *_shared_sequences(one)] if cp > 1 else parts
 
 
-def _products(of: _Pass) -> list[Part]:
+def _products(of: _Pass) -> Iterator[Part]:
     forward = chunk_flops(of.plan.sizes, of.chunk)
     frozen = of.plan.lora is not None
     projections = forward.projections * of.times("projections", frozen) / of.ranks
     experts = forward.experts * of.times("experts", frozen) / of.ranks
     attention = forward.attention * of.times("attention") / of.ranks
-    return [
-        of.flop("projections", "projections", row=projections),
-        of.flop("experts", "grouped experts", row=experts),
-        of.flop("attention", "attention", pair=attention),
-        of.flop("scan", "scan", row=forward.scan * of.times("scan") / of.ranks),
-        _head(of, forward.head / of.ranks),
-    ]
+    yield of.flop("projections", "projections", row=projections)
+    yield of.flop("experts", "grouped experts", row=experts)
+    yield of.flop("attention", "attention", pair=attention)
+    yield of.flop("scan", "scan", row=forward.scan * of.times("scan") / of.ranks)
+    yield _head(of, forward.head / of.ranks)
 
 
 def _head(of: _Pass, each: float) -> Part:
@@ -194,86 +212,66 @@ def _head(of: _Pass, each: float) -> Part:
         forward = 3.0 - frozen
         backward = 0.0
     amount = each * (backward if of.backward else forward)
-    rate = reached("head", of.gpu.flops[plan.model.dtype])
-    return Part("head", "FLOP", *rate, row=amount * every, scored=amount * (not every))
+    peak = of.gpu.flops[plan.model.dtype]
+    return Part("head", "head", peak, row=amount * every, scored=amount * (not every))
 
 
-def _adapters(of: _Pass) -> list[Part]:
-    """The adapters of a chunk: each reads its linear's input and adds to its output. The memory
-    traffic of that bounds it until ranks are of hundreds."""
-    lora = of.plan.lora
-    if lora is None:
-        return []
-    sizes = of.plan.sizes
-    moved = 0.0
-    for kind, number in Counter(of.kinds).items():
-        for linear in adapted(sizes, lora, kind):
-            times = number * (sizes.topk if linear.experts else 1)
-            times *= of.times("experts" if linear.experts else "projections")
-            rank = lora.rank_of(linear.experts > 0)
-            moved += times * (linear.inputs + 3 * linear.outputs + 2 * rank)
-    rate = reached("memory", of.gpu.bandwidth, "byte")
-    return [Part("adapters", "byte", *rate, row=of.width * moved / of.ranks)]
-
-
-def _memory(of: _Pass) -> Part:
-    """Memory traffic between matrix products, and of the weights."""
+def _traffic(of: _Pass) -> Iterator[Part]:
+    """Memory traffic of adapters, between matrix products, and of the weights. An adapter reads its
+    linear's input and adds to its output, which bounds it until ranks are of hundreds."""
     plan = of.plan
     sizes = plan.sizes
-    routers = sum(kind.feed_forward == "moe" for kind in of.kinds)
-    dense = sum(kind.feed_forward == "mlp" for kind in of.kinds)
-    attending = sum(kind.mixer == "attention" for kind in of.kinds)
+    width = plan.weight_bytes
+    moved = 0.0
+    for linear, rank in adapters(plan, sizes.kinds_in(of.chunk)):
+        times = of.times("experts") * sizes.topk if linear.experts else of.times("projections")
+        moved += times * (linear.inputs + 3 * linear.outputs + 2 * rank)
+    yield Part("adapters", "memory", of.gpu.bandwidth, width * moved / of.ranks)
     # a block has a norm and a residual sum; attention rotates queries and keys
-    elements = 5 * sizes.hidden_size * sum(kind.blocks for kind in of.kinds)
+    elements = 5 * sizes.hidden_size * of.blocks.total()
     if sizes.rotary_width:
-        elements += attending * 4 * sizes.num_attention_heads * head_widths(sizes)[0]
+        elements += of.blocks["attention"] * 4 * sizes.num_attention_heads * head_widths(sizes)[0]
     # gate and up are read, their product is written
-    elements += sizes.mlp_matrices * dense * sizes.intermediate_size
+    elements += sizes.mlp_matrices * of.blocks["mlp"] * sizes.intermediate_size
     widths = sizes.topk * sizes.moe_intermediate_size + sizes.shared_expert_width
     # rows are sorted by expert and by rank on the way to the experts and back
-    elements += routers * (sizes.mlp_matrices * widths + 8 * sizes.topk * sizes.hidden_size)
+    routed = sizes.mlp_matrices * widths + 8 * sizes.topk * sizes.hidden_size
+    elements += of.blocks["moe"] * routed
     if mixer := sizes.state_mixer:  # around the convolution and the scan, and in the gated norm
-        states = sum(kind.has_state for kind in of.kinds)
-        elements += states * (3 * mixer.convolved + 4 * mixer.inner)
+        elements += of.blocks[mixer.name] * (3 * mixer.convolved + 4 * mixer.inner)
     times = of.times("memory")
-    read = of.width * times * rank_parameters(plan, chunk_parameters(plan, of.chunk)).total
+    read = width * times * rank_parameters(plan, chunk_parameters(plan, of.chunk)).total
     if of.backward:  # a gradient is written, read, and added to the float32 sum
         trained = rank_parameters(plan, trained_parameters(plan, of.chunk)).total
-        read += (2 * of.width + 8) * trained
-    rate = reached("memory", of.gpu.bandwidth, "byte")
-    return Part("memory", "byte", *rate, fixed=read, row=of.width * elements * times / of.ranks)
+        read += (2 * width + 8) * trained
+    row = width * elements * times / of.ranks
+    yield Part("memory", "memory", of.gpu.bandwidth, row, fixed=read)
 
 
-def _exchanged(of: _Pass) -> list[Part]:
+def _exchanged(of: _Pass) -> Iterator[Part]:
     """Bytes that a rank sends in a pass to tensor- and expert-parallel ranks."""
     parallel = of.plan.parallel
     sizes = of.plan.sizes
     tp = parallel.tp
     ep = parallel.ep
     etp = parallel.etp_size
-    routers = sum(kind.feed_forward == "moe" for kind in of.kinds)
-    hidden = of.width * sizes.hidden_size
-    parts = []
-    if tp > 1:
-        # mixers, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter
-        # after; the backward pass gathers the input once more
-        blocks = sum(kind.blocks for kind in of.kinds)
-        blocks -= 0 if sizes.shared_expert_width else routers
-        times = (1.25 if of.backward else 1) + of.again("tensor parallel")
-        row = 2 * blocks * times * hidden * (tp - 1) / tp / of.cp
-        parts.append(of.sent("tensor parallel", tp, 1, row))
+    routers = of.blocks["moe"]
+    hidden = of.plan.weight_bytes * sizes.hidden_size
+    # mixers, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter after;
+    # the backward pass gathers the input once more
+    blocks = of.blocks.total() - (0 if sizes.shared_expert_width else routers)
+    times = (1.25 if of.backward else 1) + of.again("tensor parallel")
+    row = 2 * blocks * times * hidden * (tp - 1) / tp / of.cp
+    yield of.sent("tensor parallel", tp, 1, row)
     times = 1 + of.again("expert parallel")
     copies = 2 * times * routers * sizes.topk * hidden / of.ranks  # to their experts and back
     if ep > 1:
         peak = exchange_rate(of.gpu, of.plan.hardware.gpus_per_node, ep, etp)
-        rate = reached("exchange", peak, "byte")
-        parts.append(Part("expert parallel", "byte", *rate, row=copies * (ep - 1) / ep))
-    if etp > 1:
-        parts.append(of.sent("expert tensor parallel", etp, 1, copies * (etp - 1)))
-    return parts
+        yield Part("expert parallel", "exchange", peak, copies * (ep - 1) / ep)
+    yield of.sent("expert tensor parallel", etp, 1, copies * (etp - 1))
 
 
-def _shared_sequences(of: _Pass) -> list[Part]:
+def _shared_sequences(of: _Pass) -> Iterator[Part]:
     """Work because `cp` ranks share a sequence: attention gathers latents, or keys and values (an
     all-gather forward, a reduce-scatter backward); mixers with a state exchange rows for heads."""
     plan = of.plan
@@ -281,18 +279,17 @@ def _shared_sequences(of: _Pass) -> list[Part]:
     tp = plan.parallel.tp
     cp = of.cp
     others = (cp - 1) / cp
-    attending = sum(kind.mixer == "attention" for kind in of.kinds)
+    attending = of.blocks["attention"]
     key, value = head_widths(sizes)
     elements = kv_heads(plan, tp) * (key + max(key, value))  # narrower values are padded
-    parts = []
     if plan.gathers_latents and isinstance(sizes, Latent):
         latent = sizes.kv_lora_rank + sizes.qk_rope_head_dim
         elements = latent / tp
         passes = 2 if of.backward else 1
-        if tp > 1:  # rows of the other ranks; the backward pass gathers latents once more
-            times = passes + of.again("attention")
-            row = attending * times * of.width * latent * (tp - 1) / tp * others
-            parts.append(of.sent("tensor parallel", tp, 1, row))
+        # rows of the other ranks; the backward pass gathers latents once more
+        times = passes + of.again("attention")
+        row = attending * times * of.plan.weight_bytes * latent * (tp - 1) / tp * others
+        yield of.sent("tensor parallel", tp, 1, row)
         # own rows are among the projections, also where the backward pass recomputes all of these
         heads = sizes.num_attention_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
         times = passes * others
@@ -301,15 +298,13 @@ def _shared_sequences(of: _Pass) -> list[Part]:
         elif of.again("attention"):  # core attention starts with the latents
             times += 1
         row = attending * times * 2 * sizes.kv_lora_rank * heads / tp
-        parts.append(of.flop("latents", "projections", row=row))
-    sent = of.width * attending * elements * others * (1 + of.again("context parallel"))
-    parts.append(of.sent("context parallel", cp, tp, sent))
+        yield of.flop("latents", "projections", row=row)
+    sent = of.plan.weight_bytes * attending * elements * others * (1 + of.again("context parallel"))
+    yield of.sent("context parallel", cp, tp, sent)
     if mixer := sizes.state_mixer:
-        states = sum(kind.has_state for kind in of.kinds)
-        row = of.width * (mixer.inputs + mixer.inner) / of.ranks * others
-        row *= states * (1 + of.again("projections"))
-        parts.append(of.sent("heads for rows", cp, tp, row, "exchange"))
-    return parts
+        row = of.plan.weight_bytes * (mixer.inputs + mixer.inner) / of.ranks * others
+        row *= of.blocks[mixer.name] * (1 + of.again("projections"))
+        yield of.sent("heads for rows", cp, tp, row, "exchange")
 
 
 # Rounds -----------------------------------------------------------------------------------------
@@ -320,21 +315,19 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
 
     A round takes as long as its slowest bin, since routed experts make ranks wait for each other.
     """
-    plan = run.plan
-    pp = plan.parallel.pp
-    if plan.parallel.vpp_size > 1:  # interleaved schedules pad to whole rounds of pp microbatches
-        rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
+    parallel = run.plan.parallel
+    pp = parallel.pp
+    if parallel.vpp_size > 1:  # interleaved schedules pad to whole rounds of pp microbatches
+        rounds = [*rounds, *[Round(parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
     slowest = [(turn.cp, run.slowest(turn)) for turn in rounds]
-    spent: dict[str, Spent] = {}
+    costs: list[Spent] = []
     for cp in dict.fromkeys(turn.cp for turn in rounds):
-        bins = [of for size, of in slowest if size == cp]
-        together = Bin(*map(sum, zip(*bins, strict=True)))
+        together = Bin(*map(sum, zip(*(of for size, of in slowest if size == cp), strict=True)))
         for chunk in run.chunks:
             for part in (part for work in works for part in run.priced(chunk, cp, work).parts):
-                amount = part.amount(together, len(bins)) / pp
-                added = Spent.at(part.name, amount, part.unit, part.rate, part.why)
-                add_spent(spent, added)
-    found = [each for each in spent.values() if each.seconds]
+                amount = sumprod(part.amounts, together) / pp
+                costs.append(Spent.at(part.name, amount, part.kind, part.peak))
+    found = added(costs)
     if pp > 1:
         busy = sum(each.seconds for each in found)
         whole = run.ends(slowest, works)
@@ -343,33 +336,24 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
     return [*found, *_waits(run, slowest, works)]
 
 
-def add_spent(totals: dict[str, Spent], more: Spent) -> None:
-    """Add up costs of the same name; percentages are averaged by time."""
-    before = totals.get(more.name, more._replace(amount=0.0, seconds=0.0))
-    amount = before.amount + more.amount
-    seconds = before.seconds + more.seconds
-    if more.unit == "%":
-        weighted = before.amount * before.seconds + more.amount * more.seconds
-        amount = weighted / seconds if seconds else 0.0
-    totals[more.name] = more._replace(amount=amount, seconds=seconds)
-
-
 def _waits(
     run: Passes, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]
 ) -> Iterator[Spent]:
     """The time that the language model waits for an encoder, both pipelines on one timeline; and
     that of an encoder on its first stage."""
-    for encoder in encoders(run.plan):
-        patches = run.patches(encoder, len(rounds), works)
+    plan = run.plan
+    scores = "score" in works
+    back = 2 + (plan.model.recompute == "full")
+    for encoder in encoders(plan):
+        parts = 1 if scores else plan.batching.minibatches
+        patches = encoder.patches(parts * len(rounds))
         if not patches:
             continue
         alone = run.ends(rounds, works)
-        joined = run.ends(rounds, works, encoder)
+        joined = run.ends(rounds, works, _ahead(encoder, run.gpu, patches, back))
         why = f"{patches:,.0f} patches of a microbatch on a rank"
         if encoder.shared:
-            times = 1
-            if "score" not in works and encoder.module.train:
-                times = 3 + (run.plan.model.recompute == "full")
+            times = 1 + (0 if scores or not encoder.module.train else back)
             amount = times * len(rounds) * patches * encoder.patch_flops
             yield Spent(encoder.name, amount, "FLOP", joined - alone, why)
         else:
@@ -377,11 +361,25 @@ def _waits(
             yield Spent(f"wait for {encoder.name}", share, "%", joined - alone, why)
 
 
+def _ahead(encoder: Encoder, gpu: Gpu, patches: float, back: int) -> Ahead:
+    """An encoder's passes, before the first stage or inside it. `back`: forward passes in the time
+    of a backward pass."""
+    own = encoder.parallel.pp
+    parallel = encoder.plan.parallel
+    took = [encoder_seconds(encoder, gpu, patches, stage) for stage in range(own)]
+    return Ahead(
+        0 if encoder.shared else own,
+        ahead_of(parallel.pp, parallel.vpp),
+        lambda stage, *_: took[stage],
+        (lambda stage, *_: back * took[stage]) if encoder.module.train else None,
+    )
+
+
 def encoder_seconds(encoder: Encoder, gpu: Gpu, patches: float, stage: int) -> float:
     """Seconds of a stage's forward pass over `patches` on a rank."""
     peak = gpu.flops[encoder.plan.model.dtype]
     products, scores = encoder.flops(stage)
-    seconds = products / reached("projections", peak)[0] + scores / reached("attention", peak)[0]
+    seconds = products / reached("projections", peak) + scores / reached("attention", peak)
     return patches * seconds / encoder.parallel.tp
 
 
@@ -389,99 +387,68 @@ class Priced(NamedTuple):
     """The work of a chunk."""
 
     parts: list[Part]
-    rates: tuple[float, ...]
-    """Seconds for a microbatch, a row, a pair and a scored row."""
+    rates: list[float]
+    """Seconds for a row, a pair, a scored row and a microbatch."""
 
 
 class Passes:
-    """Prices the passes of a plan; equal chunks are priced once."""
+    """Prices the passes of a plan, each chunk once."""
 
     def __init__(self, plan: Plan, gpu: Gpu) -> None:
         self.plan = plan
         self.gpu = gpu
         self.chunks = [chunk for stage in plan.stages for chunk in stage]
-        self._priced: dict[tuple[object, int, Work], Priced] = {}
-        self._keys = {id(chunk): self._key(chunk) for chunk in self.chunks}
-
-    def _key(self, chunk: ModelChunk) -> object:
-        """Equal for chunks with the same work."""
-        kinds = [self.plan.sizes.layer_kinds[layer] for layer in chunk.layers]
-        return frozenset(Counter(kinds).items()), chunk.mtp, chunk.embedding, chunk.loss
+        self._priced: dict[tuple[ModelChunk, int, Work], Priced] = {}
 
     def priced(self, chunk: ModelChunk, cp: int, work: Work) -> Priced:
         """The work of a chunk, and seconds of it."""
-        key = (self._keys[id(chunk)], cp, work)
+        key = (chunk, cp, work)
         if key not in self._priced:
             parts = chunk_parts(self.plan, self.gpu, chunk, cp, work)
-            seconds = [
-                [amount / part.rate for amount in (part.fixed, part.row, part.pair, part.scored)]
-                for part in parts
-            ]
-            self._priced[key] = Priced(parts, tuple(map(sum, zip(*seconds, strict=True))))
+            seconds = ([each / part.rate for each in part.amounts] for part in parts)
+            self._priced[key] = Priced(parts, [sum(each) for each in zip(*seconds, strict=True)])
         return self._priced[key]
 
-    def seconds(self, chunk: ModelChunk, cp: int, of: Bin, work: Work) -> float:
-        """Seconds of one microbatch."""
-        fixed, row, pair, scored = self.priced(chunk, cp, work).rates
-        return fixed + row * of.rows + pair * of.pairs + scored * of.scored
+    def rates(self, cp: int, works: Sequence[Work]) -> list[float]:
+        """Seconds of all chunks for a row, a pair, a scored row and a microbatch."""
+        found = (self.priced(chunk, cp, work).rates for chunk in self.chunks for work in works)
+        return [sum(each) for each in zip(*found, strict=True)]
 
     def slowest(self, of: Round) -> Bin:
         """The bin whose forward pass through all stages takes longest."""
         if len(of.bins) == 1:
             return of.bins[0]
-        rates = [self.priced(chunk, of.cp, "score").rates for chunk in self.chunks]
-        _, row, pair, scored = map(sum, zip(*rates, strict=True))
-        return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
-
-    def patches(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> float:
-        """Patches of a microbatch on the replica of an encoder that has most."""
-        parts = 1 if "score" in works else self.plan.batching.minibatches
-        return encoder.patches(parts * microbatches)
-
-    def _ahead(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> Ahead:
-        """An encoder's passes, before the first stage or inside it."""
-        patches = self.patches(encoder, microbatches, works)
-        times = 2 + (self.plan.model.recompute == "full")
-
-        def forward(rank: int, chunk: int, microbatch: int) -> float:
-            return encoder_seconds(encoder, self.gpu, patches, rank)
-
-        def backward(rank: int, chunk: int, microbatch: int) -> float:
-            return times * forward(rank, chunk, microbatch)
-
-        parallel = self.plan.parallel
-        stages = 0 if encoder.shared else encoder.parallel.pp
-        ahead = ahead_of(parallel.pp, parallel.vpp)
-        return Ahead(stages, ahead, forward, backward if encoder.module.train else None)
+        rates = self.rates(of.cp, ["score"])
+        return max(of.bins, key=lambda each: sumprod(rates, each))
 
     def ends(
         self,
         rounds: Sequence[tuple[int, Bin]],
         works: Sequence[Work],
-        encoder: Encoder | None = None,
+        encoder: Ahead | None = None,
     ) -> float:
         """Seconds until the last rank has finished all (cp, bin), with an encoder if given."""
         parallel = self.plan.parallel
         stages = self.plan.stages
 
         def took(work: Work) -> Callable[[int, int, int], float]:
-            return lambda rank, chunk, number: self.seconds(
-                stages[rank][chunk], *rounds[number], work
-            )
+            def seconds(rank: int, chunk: int, number: int) -> float:
+                cp, of = rounds[number]
+                return sumprod(self.priced(stages[rank][chunk], cp, work).rates, of)
+
+            return seconds
 
         rows = max(of.rows / cp for cp, of in rounds)
-        width = DTYPE_BYTES[self.plan.model.dtype]
-        sent = rows * self.plan.sizes.hidden_size * width / parallel.tp
+        sent = rows * self.plan.sizes.hidden_size * self.plan.weight_bytes / parallel.tp
         stride = parallel.world_size // parallel.pp
         peak = group_rate(self.gpu, self.plan.hardware.gpus_per_node, parallel.pp, stride)
-        passes = [took(work) for work in works]
         slots = pipeline(
             parallel.pp,
             parallel.vpp_size,
             len(rounds),
-            passes[0],
-            passes[1] if len(passes) > 1 else None,
-            sent / reached("ring", peak, "byte")[0],
-            self._ahead(encoder, len(rounds), works) if encoder else None,
+            took(works[0]),
+            took("backward") if "backward" in works else None,
+            sent / reached("ring", peak),
+            encoder,
         )
         return max(slot.end for slot in slots)

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from pyrl_ext.plan.model.counts import Parameters
 from pyrl_ext.plan.model.towers import Tower
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Module, Parallel
 from pyrl_ext.schedule.pipeline import ahead_of
@@ -120,11 +119,11 @@ class Encoder:
         tower = self.tower
         split = 9 * tower.hidden_size + 2 * tower.intermediate_size
         elements = (4 * tower.hidden_size + split) / self.parallel.tp
-        return DTYPE_BYTES[self.plan.model.dtype] * elements
+        return self.plan.weight_bytes * elements
 
     def activations(self, stage: int) -> float:
         """Bytes for a patch that a stage keeps of one microbatch for the backward pass."""
-        width = DTYPE_BYTES[self.plan.model.dtype]
+        width = self.plan.weight_bytes
         kept = self.saved * self.layers[stage]
         if self.plan.model.recompute == "full":
             kept = width * self.tower.hidden_size * self.layers[stage]
@@ -174,8 +173,8 @@ class Encoder:
 
 
 def encoders(plan: Plan) -> list[Encoder]:
-    """The encoders of a plan."""
-    return [Encoder(plan, name) for name in plan.modules]
+    """The encoders of a plan; a rule refuses modules of a model that has no tower."""
+    return [Encoder(plan, name) for name in plan.modules if plan.sizes.vision]
 
 
 def encoder_stages(plan: Plan) -> Iterator[tuple[Encoder, int]]:

@@ -11,7 +11,6 @@ from pyrl_ext.plan.forecast.parameters import factor_numbers
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.plan import Plan
 
@@ -67,9 +66,7 @@ def engine_memory(plan: Plan) -> EngineMemory | None:
 
 def whole_weights(plan: Plan) -> int:
     """Bytes of all weights in the engine's dtype, with the encoders'."""
-    return DTYPE_BYTES[plan.rollout_dtype] * (
-        parameters(plan.sizes).total + encoder_parameters(plan)
-    )
+    return plan.engine_bytes * (parameters(plan.sizes).total + encoder_parameters(plan))
 
 
 def state_bytes(plan: Plan, tp: int) -> int:
@@ -78,7 +75,7 @@ def state_bytes(plan: Plan, tp: int) -> int:
     mixer = plan.sizes.state_mixer
     if mixer is None:
         return 0
-    taps = DTYPE_BYTES[plan.rollout_dtype] * mixer.convolved * (mixer.taps - 1)
+    taps = plan.engine_bytes * mixer.convolved * (mixer.taps - 1)
     layers = sum(kind.has_state for kind in plan.sizes.layer_kinds)
     return layers * -(-(4 * mixer.state + taps) // tp)
 
@@ -92,7 +89,7 @@ def engine_items(plan: Plan, longest: int) -> Iterator[Item]:
     rollout = plan.rollout
     if plan.remote_engines:
         return
-    width = DTYPE_BYTES[plan.rollout_dtype]
+    width = plan.engine_bytes
     sleeping = (START, *MEMORY_PHASES[:2])
     always = (START, *MEMORY_PHASES)
     weights = whole_weights(plan)

@@ -6,16 +6,15 @@ many.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.encoder import encoders
+from pyrl_ext.plan.forecast.parameters import adapters
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.model.attention import head_widths
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.counts import Sums, layer_parameters, whole_projections
 from pyrl_ext.plan.model.layer_kinds import LayerKind
-from pyrl_ext.plan.model.lora import adapted
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.plan import Plan
 
@@ -35,10 +34,6 @@ class Flops(Sums):
     scan: float = 0.0
     """For a row: convolutions and chunked scans of mixers that carry a state."""
 
-    def times(self, number: int) -> Flops:
-        """The operations of `number` such layers."""
-        return Flops(*(number * value for value in vars(self).values()))
-
     def of(self, rows: float, pairs: float, scored: float) -> float:
         """All operations for so many rows, causal pairs and scored rows."""
         a_row = self.projections + self.experts + self.scan
@@ -48,15 +43,19 @@ class Flops(Sums):
 def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
-    total = Flops(head=head, projections=2 * chunk.mtp * 2 * sizes.hidden_size**2)
-    for kind, number in Counter(sizes.kinds_in(chunk)).items():
-        total += _layer(sizes, kind).times(number)
-    return total
+    mtp = Flops(head=head, projections=2 * chunk.mtp * 2 * sizes.hidden_size**2)
+    kinds = sizes.kinds_in(chunk)
+    of_layer = {kind: _layer(sizes, kind) for kind in {*kinds}}
+    return sum((of_layer[kind] for kind in kinds), mtp)
 
 
 def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
     """Operations of the whole model with `mtp` MTP layers, for one row, pair or scored row."""
-    return chunk_flops(sizes, ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True))
+    return chunk_flops(sizes, _whole(sizes, mtp))
+
+
+def _whole(sizes: ModelSizes, mtp: int) -> ModelChunk:
+    return ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True)
 
 
 def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
@@ -77,20 +76,6 @@ def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
     return Flops(2 * split, 2 * stored.active_expert, 2 * pairs, 0.0, 2 * scan)
 
 
-def adapter_flops(plan: Plan, chunk: ModelChunk) -> float:
-    """Operations of a forward pass's adapters for one row."""
-    lora = plan.lora
-    if lora is None:
-        return 0.0
-    total = 0
-    for kind, number in Counter(plan.sizes.kinds_in(chunk)).items():
-        for linear in adapted(plan.sizes, lora, kind):
-            times = number * (plan.sizes.topk if linear.experts else 1)
-            rank = lora.rank_of(linear.experts > 0)
-            total += 2 * times * rank * (linear.inputs + linear.outputs)
-    return float(total)
-
-
 def update_flops(plan: Plan) -> float:
     """Model FLOPs of a step's updates on all ranks: a forward pass, and for the backward pass the
     same for each gradient that a product has, over the rows and causal pairs of the samples without
@@ -102,7 +87,10 @@ def update_flops(plan: Plan) -> float:
     forward = model_flops(plan.sizes, plan.num_mtp_layers)
     total = 3 * forward.of(rows, pairs, scored)
     if plan.lora is not None:  # no gradients of frozen weights
-        layers = tuple(range(plan.sizes.num_hidden_layers))
-        whole = ModelChunk(True, layers, plan.num_mtp_layers, True)
-        total += 3 * adapter_flops(plan, whole) * rows - forward.of(rows, 0, scored)
+        kinds = plan.sizes.kinds_in(_whole(plan.sizes, plan.num_mtp_layers))
+        adapting = sum(
+            2 * (plan.sizes.topk if linear.experts else 1) * rank * (linear.inputs + linear.outputs)
+            for linear, rank in adapters(plan, kinds)
+        )
+        total += 3 * adapting * rows - forward.of(rows, 0, scored)
     return total + sum(encoder.update_flops for encoder in encoders(plan))

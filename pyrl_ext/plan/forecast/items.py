@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyrl_ext.plan.groups import communicators, foreign
-from pyrl_ext.plan.model.units import DTYPE_BYTES, GIB
+from pyrl_ext.plan.model.units import GIB
 from pyrl_ext.plan.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.plan import Plan
 
@@ -44,7 +44,7 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
         stepped: those whose optimizer state it holds.
         of: ends the names of the items.
     """
-    weight = DTYPE_BYTES[plan.model.dtype]
+    weight = plan.weight_bytes
     adam = 8 if weight == 4 else 12
     parts = [("weights", weight, count)]
     if trained:

@@ -23,7 +23,6 @@ from pyrl_ext.plan.forecast.parameters import (
     trained_of_stage,
 )
 from pyrl_ext.plan.model.counts import layers, parameters
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.plan import Plan
 
@@ -138,7 +137,7 @@ def _encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
     yield Item(f"forward pass{of}", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
     if stage == 0:
         width = encoder.tower.patch_width
-        held = patches * width * (1 + DTYPE_BYTES[plan.model.dtype])
+        held = patches * width * (1 + plan.weight_bytes)
         yield Item("patches", held, PASSES, "in 8 bits, and as they are read", exact=False)
         share = math.ceil(encoder.step_patches / encoder.parallel.dp)
         why = f"{share:,} patches x {width} bytes (estimate)"
@@ -174,16 +173,14 @@ def _activations(plan: Plan, stage: int, rows: int) -> Iterator[Item]:
     yield Item("scratch", scratch, ("update",), why, exact=False)
 
 
-def logits_bytes(plan: Plan, rows: int | None = None) -> int:
-    """Most bytes of logits and their gradients on a rank of the last stage, in an update.
-
-    `rows`: of the microbatch; None: as many as the plan allows.
-    """
+def logits_bytes(plan: Plan, rows: int) -> int:
+    """Most bytes of logits and their gradients on a rank of the last stage, in an update whose
+    largest microbatch has `rows`."""
     how = plan.logprob
     depths = 1 + plan.num_mtp_layers
-    weight = DTYPE_BYTES[plan.model.dtype]
+    weight = plan.weight_bytes
     columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
-    logits = (rows or plan.batching.tokens_per_microbatch) * columns
+    logits = rows * columns
     if how.head == "logits":
         return depths * logits * weight  # the gradient overwrites them
     # the float32 gradient overwrites the logits; products read a copy in the weights' dtype
@@ -226,7 +223,7 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 def _gathered(plan: Plan) -> tuple[int, int, int]:
     """Bytes of the largest tensor, of a layer's experts, and of the bucket that holds either."""
     sizes = plan.sizes
-    width = DTYPE_BYTES[plan.model.dtype]
+    width = plan.weight_bytes
     largest = width * max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
     experts = width * max(count.expert for count in layers(sizes))
     whole = width * (parameters(sizes).total + encoder_parameters(plan))
@@ -241,7 +238,7 @@ def _publish(plan: Plan) -> Iterator[Item]:
     parallel = plan.parallel
     rollout = plan.rollout
     sent = max(bucket, rollout.bucket_bytes)
-    held = largest + largest // DTYPE_BYTES[plan.model.dtype]
+    held = largest + largest // plan.weight_bytes
     why = "the largest tensor and its check for nan"
     split = max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1
     if split or len(plan.grids["llm"].ranks) < plan.world_size:
@@ -255,7 +252,7 @@ def _publish(plan: Plan) -> Iterator[Item]:
         why += ", a bucket on its way to the host"
     yield Item("publish", held, ("publish",), why, exact=False)
     if rollout.publishes_beside:
-        width = DTYPE_BYTES[plan.model.dtype]
+        width = plan.weight_bytes
         copied = (published_numbers(plan) + encoder_parameters(plan)) * width
         phases = ("publish", *MEMORY_PHASES[1:3])
         why = f"copy of what each of {rollout.senders} senders sends: rollout.overlap_publish"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from pyrl_ext.plan.model.chunks import ModelChunk
@@ -15,7 +15,8 @@ from pyrl_ext.plan.model.counts import (
     mtp_parameters,
     parameters,
 )
-from pyrl_ext.plan.model.lora import adapted, factors
+from pyrl_ext.plan.model.layer_kinds import LayerKind
+from pyrl_ext.plan.model.lora import Linear, adapted, factors
 from pyrl_ext.plan.plan import Plan
 
 
@@ -60,6 +61,16 @@ def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
         total += embedding_parameters(sizes)
     padding = -sizes.vocab_size % plan.parallel.tp
     return total + Parameters(tensor=tables * padding * sizes.hidden_size)
+
+
+def adapters(plan: Plan, kinds: Iterable[LayerKind]) -> Iterator[tuple[Linear, int]]:
+    """(linear, rank of its adapter) of layers of such kinds, layer by layer."""
+    lora = plan.lora
+    if lora is None:
+        return
+    for kind in kinds:
+        for linear in adapted(plan.sizes, lora, kind):
+            yield linear, lora.rank_of(linear.experts > 0)
 
 
 def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
@@ -139,16 +150,14 @@ def published_numbers(plan: Plan) -> int:
     """Numbers that a weight sync sends after the first one: all weights, the adapters' factors, or
     the weights that adapters change (for vLLM, which fuses them, their whole layers)."""
     sizes = plan.sizes
-    lora = plan.lora
     total = parameters(sizes).total
     if plan.lora_publish == "adapter":
         return factor_numbers(plan) + total * plan.sends_all
-    if lora is None or plan.sends_all:
+    if plan.lora is None or plan.sends_all:
         return total
     if plan.rollout.engine == "vllm":
         return total - embedding_parameters(sizes).total - head_parameters(sizes).total
     return sum(
-        number * linear.inputs * linear.outputs * max(1, linear.experts)
-        for kind, number in Counter(sizes.layer_kinds).items()
-        for linear in adapted(sizes, lora, kind)
+        linear.inputs * linear.outputs * max(1, linear.experts)
+        for linear, _ in adapters(plan, sizes.layer_kinds)
     )

@@ -15,7 +15,6 @@ from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import Gpu, group_rate, memory_limit
-from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
 # Assumed: fixed time of a layer besides memory traffic and FLOPs, in a CUDA graph and with kernels
@@ -52,21 +51,22 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     engines = max(1, plan.num_engines)
     samples, prompts = _share(plan, engines, vllm)
     forward = model_flops(plan.sizes)
-    rate, why = reached("projections", gpu.flops[plan.rollout_dtype])
+    peak = gpu.flops[plan.rollout_dtype]
     first = forward.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / tp
-    yield Spent.at("prompts", first, "FLOP", rate, f"each once; {why}")
+    yield Spent.at("prompts", first, "projections", peak, "each once")
     patches = len(prompts) * plan.estimate.images * plan.estimate.image_patches / tp
     for encoder in encoders(plan):
-        yield Spent.at(encoder.name, patches * encoder.patch_flops, "FLOP", rate, why)
+        yield Spent.at(encoder.name, patches * encoder.patch_flops, "projections", peak)
     # a token of each running sequence reads the weights that it uses, and all caches and states
     mean = sum(s.prompt + s.response / 2 for s in samples) / len(samples)
     cached = mean * kv_bytes_per_token(plan, tp)
     states = state_bytes(plan, tp)
     counts = parameters(plan.sizes)
-    weights = counts.total * DTYPE_BYTES[plan.rollout_dtype] / tp
+    weights = counts.total * plan.engine_bytes / tp
     slots = _slots(plan, weights, cached + states, tp)
     a_token = forward.of(1, mean, 1) / tp
-    memory, how = reached("memory", gpu.bandwidth, "byte")
+    rate = reached("projections", peak)
+    memory = reached("memory", gpu.bandwidth)
     moved = seconds = launched = 0.0
     for steps, running in running_over_time(tuple(s.response for s in samples), slots):
         unread = 0.0  # experts that no token chooses
@@ -77,19 +77,18 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         moved += steps * read
         seconds += steps * max(read / memory, running * a_token / rate)
         launched += steps * plan.sizes.num_hidden_layers
-    why = f"{len(samples)} samples on each of {engines} engines, at most {slots} at a time; {how}"
-    yield Spent("tokens", moved, "byte", seconds, why)
+    note = f"{len(samples)} samples on each of {engines} engines, at most {slots} at a time"
+    yield Spent.at("tokens", moved, "memory", gpu.bandwidth, note)._replace(seconds=seconds)
     fixed = GRAPH_SECONDS if vllm else EAGER_SECONDS
     why = f"{fixed * 1e6:g} us a layer and token, however few sequences run"
     yield Spent("layers", launched, "layer", launched * fixed, why)
     if tp > 1:  # an all-reduce a block: a reduce-scatter and an all-gather
         rows = sum(s.response for s in samples) + sum(prompts)
-        width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
+        width = plan.sizes.hidden_size * plan.engine_bytes
         blocks = sum(kind.blocks for kind in plan.sizes.layer_kinds)
         sent = 2 * blocks * rows * width * (tp - 1) / tp
         peak = group_rate(gpu, plan.hardware.gpus_per_node, tp, 1)
-        link, how = reached("ring", peak, "byte")
-        yield Spent.at("tensor parallel", sent, "byte", link, how)
+        yield Spent.at("tensor parallel", sent, "ring", peak)
 
 
 def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[Sample], list[int]]:
@@ -113,6 +112,6 @@ def _slots(plan: Plan, weights: float, sequence: float, tp: int) -> int:
     limit = memory_limit(plan)
     if plan.rollout.engine != "vllm" or limit is None:
         return plan.max_num_seqs
-    towers = encoder_parameters(plan) * DTYPE_BYTES[plan.rollout_dtype] / tp
+    towers = encoder_parameters(plan) * plan.engine_bytes / tp
     free = plan.rollout.gpu_memory_utilization * limit - weights - towers
     return max(1, min(int(free / sequence), plan.max_num_seqs))

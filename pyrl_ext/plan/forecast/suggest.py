@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
-from pyrl_ext.plan.language.errors import Key, show
+from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.plan import PartialPlan, Plan
@@ -24,16 +24,8 @@ from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
 from pyrl_ext.schedule.cp_sizes import cp_sizes
 
-Values = dict[Key, object]  # (section, key) -> value
+Values = dict[str, object]  # section.key -> value
 
-SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
-TOKENS = ("batching", "tokens_per_microbatch")
-DISTRIBUTED = ("optimizer", "distributed")
-DYNAMIC = ("parallel", "dynamic_cp")
-LAYOUT = ("parallel", "pipeline_model_parallel_layout")
-VPP = ("parallel", "vpp")
-GPU = ("hardware", "gpu")
-MEMORY = ("hardware", "memory")
 # Share of a GPU's memory that stays free, since most of a step's memory is estimated.
 LEFT_FREE = 0.05
 
@@ -78,16 +70,18 @@ def suggest(
     source = load(path, overrides)
     draft = draft_of(source)
     refuse(source)
-    given = _Given(draft, frozenset(source.overrides), gpus, gpu)
-    search = Search(given.limit)
+    given = _Given(draft, {".".join(key) for key in source.overrides}, gpus, gpu)
+    limit = memory_limit(given.plan({}))
+    assert limit is not None, "candidates name a GPU"
+    search = Search(limit)
     everywhere: Counter[tuple[str, str]] = Counter()
     for layout in given.layouts():
         search.layouts += 1
         if broken := _broken(given.plan(layout)):
             search.broken.update({rule for rule, *_ in broken})
             everywhere.update({(key, message) for _, key, message in broken})
-        elif (suggestion := given.fastest(layout, search)) is not None:
-            search.found.append(suggestion)
+        else:
+            given.save_memory(layout, search)
     refuse(source, (each for each, times in everywhere.items() if times == search.layouts))
     search.found = sorted(search.found, key=lambda each: each.time.total)[:most]
     for suggestion in search.found:
@@ -97,116 +91,108 @@ def suggest(
 
 def _broken(plan: Plan) -> list[tuple[str, str, str]]:
     """(rule, key, message) of the rules that a plan breaks, but for its memory's."""
-    return [
-        (rule.__name__, *problem)
-        for key, rule in RULES
-        if key != "hardware.gpu"
-        for problem in check(plan, [(key, rule)])
-    ]
+    rules = [(key, rule) for key, rule in RULES if key != "hardware.gpu"]
+    return [(each[1].__name__, *problem) for each in rules for problem in check(plan, [each])]
 
 
 class _Given:
     """The given plan, and what may be changed in it."""
 
-    def __init__(self, draft: PartialPlan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
+    def __init__(self, draft: PartialPlan, pinned: set[str], gpus: int, gpu: str) -> None:
         self.draft = draft
-        self.pinned = pinned
-        encoding = draft.world_size - draft.parallel.world_size
-        self.gpus = gpus - encoding
-        self.machine: Values = {GPU: gpu}
-        if draft.hardware.gpu != gpu and MEMORY not in pinned:
-            self.machine[MEMORY] = None  # the given value is of another GPU
-        limit = memory_limit(self.plan({}))
-        assert limit is not None, "candidates name a GPU"
-        self.limit = limit
+        self.pinned = pinned - {"hardware.gpu"}
+        self.gpus = gpus - (draft.world_size - draft.parallel.world_size)  # the others encode
+        self.machine: Values = {"hardware.gpu": gpu}
+        if draft.hardware.gpu != gpu:
+            self.machine["hardware.memory"] = None  # the given value is of another GPU
 
-    def choices[T](self, key: Key, values: Sequence[T]) -> Sequence[T]:
+    def value(self, key: str) -> Any:
+        """The value in the given plan."""
+        section, name = key.split(".")
+        return getattr(getattr(self.draft, section), name)
+
+    def choices[T](self, key: str, values: Sequence[T]) -> Sequence[T]:
         """`values`, or the given value if an override sets it."""
         return [self.value(key)] if key in self.pinned else values
 
-    def value(self, key: Key) -> Any:
-        """The value in the given plan."""
-        section, name = key
-        return getattr(getattr(self.draft, section), name)
-
     def plan(self, values: Values) -> Plan:
-        """The given plan with other values; not checked."""
-        return self.draft.changed(self.machine | values)
+        """The given plan with other values, but for those that an override sets; not checked."""
+        changes = (self.machine | values).items()
+        return self.draft.changed(
+            {tuple(key.split(".")): value for key, value in changes if key not in self.pinned}
+        )
 
     def layouts(self) -> Iterator[Values]:
         """Every layout of the ranks, with the layers split into its stages."""
         if self.gpus < 1:
             return
-        sizes = [
-            self.choices(("parallel", axis), divisors(self.gpus)) for axis in ("tp", "pp", "cp")
-        ]
-        for tp, pp, cp in product(*sizes):
+        sizes = divisors(self.gpus)
+        axes = ("parallel.tp", "parallel.pp", "parallel.cp")
+        for tp, pp, cp in product(*(self.choices(axis, sizes) for axis in axes)):
             dp, odd = divmod(self.gpus, tp * pp * cp)
             if odd or pp > self.draft.sizes.num_hidden_layers:
                 continue
-            if dp not in self.choices(("parallel", "dp"), [dp]):
+            if dp not in self.choices("parallel.dp", [dp]):
                 continue
-            for etp in self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]):
+            for etp in self.choices("parallel.etp", [None, 1] if tp > 1 else [None]):
                 experts = divisors(max(1, dp * tp * cp // (etp or tp)))
-                for ep in self.choices(("parallel", "ep"), experts):
+                for ep in self.choices("parallel.ep", experts):
                     ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
-                    values: Values = {("parallel", axis): size for axis, size in ranks.items()}
-                    yield self._completed(values, dp, pp, cp)
+                    yield self._completed({f"parallel.{axis}": ranks[axis] for axis in ranks})
 
-    def _completed(self, values: Values, dp: int, pp: int, cp: int) -> Values:
+    def _completed(self, values: Values) -> Values:
         """A layout with its split of layers, optimizer, dynamic groups and microbatches."""
-        parallel = self.draft.parallel
+        given = self.draft.parallel
         layers = self.draft.sizes.num_hidden_layers
-        if pp != parallel.pp and not self.pinned.intersection(SPLIT):
-            values |= dict.fromkeys(SPLIT[:3]) | dict.fromkeys(SPLIT[3:], False)
-            values[VPP] = self.choices(VPP, [None])[0]
-            chunks = pp * (parallel.vpp_size if VPP in self.pinned else 1)
+        parallel = self.plan(values).parallel
+        pp = parallel.pp
+        ranks = parallel.dp * parallel.cp
+        split: Values = {
+            f"parallel.{key}": False if way == "even" else None for key, way in SPLIT_WAYS.items()
+        }
+        if pp != given.pp and not self.pinned.intersection(split):
+            values |= split
+            values["parallel.vpp"] = None
+            chunks = pp * self.plan(values).parallel.vpp_size
             if layers % chunks:
-                values[LAYOUT] = even_layout(layers, self.draft.num_mtp_layers, chunks)
+                layout = even_layout(layers, self.draft.num_mtp_layers, chunks)
+                values["parallel.pipeline_model_parallel_layout"] = layout
         # sharding the optimizer state sends as many bytes
-        sharded = dp * cp > 1 or self.value(DISTRIBUTED)
-        values[DISTRIBUTED] = self.choices(DISTRIBUTED, [sharded])[0]
-        if parallel.dynamic_cp:
-            *_, largest = (None, *cp_sizes(dp * cp, cp, parallel.dynamic_cp)[1:])
-            values[DYNAMIC] = self.choices(DYNAMIC, [largest])[0]
+        values["optimizer.distributed"] = ranks > 1 or self.draft.optimizer.distributed
+        if given.dynamic_cp:
+            larger = cp_sizes(ranks, parallel.cp, given.dynamic_cp)[1:]
+            values["parallel.dynamic_cp"] = larger[-1] if larger else None
         plan = self.plan(values)
-        rows = -(-plan.max_rows // (plan.parallel.dynamic_cp or cp))
-        tokens = self.value(TOKENS)
+        rows = -(-plan.max_rows // (plan.parallel.dynamic_cp or parallel.cp))
+        tokens = self.draft.batching.tokens_per_microbatch
         fitting = tokens if tokens >= rows else -(-rows // 256) * 256
-        values[TOKENS] = self.choices(TOKENS, [fitting])[0]
-        return values
+        return values | {"batching.tokens_per_microbatch": fitting}
 
-    def fastest(self, layout: Values, search: Search) -> Suggestion | None:
-        """A layout with the first memory saving that makes it fit; None: no saving does."""
+    def save_memory(self, layout: Values, search: Search) -> None:
+        """Add a layout with the first memory saving that makes it fit to what was found."""
         rollout = self.draft.rollout
         shares = rollout.engine == "vllm" and not self.draft.remote_engines and not rollout.gpus
         offloads = [rollout.offload_trainer, "all"] if shares else [rollout.offload_trainer]
-        recomputes = ["none", "selective", "full"]
         for offload, recompute in product(
-            self.choices(("rollout", "offload_trainer"), offloads),
-            self.choices(("model", "recompute"), recomputes),
+            self.choices("rollout.offload_trainer", offloads),
+            self.choices("model.recompute", ["none", "selective", "full"]),
         ):
-            values = layout | {
-                ("rollout", "offload_trainer"): offload,
-                ("model", "recompute"): recompute,
-            }
+            saving: Values = {"rollout.offload_trainer": offload, "model.recompute": recompute}
+            values = self.machine | layout | saving
             plan = self.plan(values)
             peak = max(stage.peak for stage in stage_memory(plan))
             if peak <= (1 - LEFT_FREE) * search.limit and not _broken(plan):
                 time = step_time(plan)
                 assert time is not None, "candidates name a GPU"
-                return Suggestion(self._texts(values), plan, peak, time)
+                texts = tuple(
+                    f"{key}={value if isinstance(value, str) else show(value)}"
+                    for key, value in values.items()
+                    if key not in self.pinned and value != self.value(key)
+                )
+                search.found.append(Suggestion(texts, plan, peak, time))
+                return
             search.smallest = min(peak, search.smallest or peak)
         search.too_large += 1
-        return None
-
-    def _texts(self, values: Values) -> tuple[str, ...]:
-        """The values that differ from the given plan, as overrides."""
-        return tuple(
-            f"{'.'.join(key)}={value if isinstance(value, str) else show(value)}"
-            for key, value in (self.machine | values).items()
-            if value != self.value(key)
-        )
 
 
 def even_layout(layers: int, mtp: int, stages: int) -> str:

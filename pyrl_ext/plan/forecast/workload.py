@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class Bin(NamedTuple):
-    """Totals of the samples that one data-parallel rank computes in one microbatch."""
+    """Totals of the samples that a data-parallel rank computes, in one microbatch or several."""
 
     rows: int
     """Padded rows."""
@@ -35,6 +35,7 @@ class Bin(NamedTuple):
     """Causal pairs of a query and a key: L (L + 1) / 2 for every sample of L rows."""
     scored: int
     """Rows whose target is a response token."""
+    microbatches: int = 1
 
 
 class Round(NamedTuple):

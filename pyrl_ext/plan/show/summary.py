@@ -25,7 +25,6 @@ from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.model.units import (
-    DTYPE_BYTES,
     amount,
     count,
     duration,
@@ -320,7 +319,7 @@ def _adapters(plan: Plan) -> str:
     text = f"{count(factor_numbers(plan))} numbers; the base is frozen"
     if plan.lora_publish is None:
         return text
-    width = DTYPE_BYTES[plan.rollout_dtype]
+    width = plan.engine_bytes
     sent = width * published_numbers(plan)
     whole = width * parameters(plan.sizes).total
     return f"{text}; published by {plan.lora_publish}: {size(sent)} of {size(whole)} of all weights"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -79,60 +79,56 @@ def data_block(found: dict[str, Chart], samples: Sequence[Recorded]) -> Markup:
 # Bars of measured numbers, and of the plan's estimates ------------------------------------------
 
 
-@dataclass
-class Bar:
+class Bar(NamedTuple):
     """One number of a run, or its plan's estimate of it; ``width`` is in percent."""
 
     run: int
     planned: bool
-    value: float
     text: str
-    width: float = 0.0
+    width: float
 
 
-@dataclass
-class Bars:
+class Bars(NamedTuple):
     """The bars of one metric."""
 
     name: str
     words: str
-    bars: list[Bar] = field(default_factory=list[Bar])
+    bars: list[Bar]
+
+
+# metric -> (number of the run, True for the plan's estimate, value)
+Rows = dict[str, list[tuple[int, bool, float]]]
 
 
 def time_bars(folders: Sequence[Folder]) -> tuple[list[Bars], list[str]]:
     """Mean seconds of a step by phase, and sentences about estimates."""
-    rows = {name: Bars(name, described(name).definition) for name in PHASES}
-    rows["other"] = Bars("other", "The rest of time/step.")
+    rows: Rows = {name: [] for name in (*PHASES, "other")}
     remarks: dict[str, None] = {}
-
-    def add(run: int, planned: bool, name: str, seconds: float) -> None:
-        rows[name].bars.append(Bar(run, planned, seconds, duration(seconds)))
-
     for run, folder in enumerate(folders):
         for name, seconds in phase_seconds(folder.run).items():
             if seconds > 0:
-                add(run, False, name, seconds / max(1, folder.step))
+                rows[name].append((run, False, seconds / max(1, folder.step)))
         if folder.plan is None:
             continue
         estimate = step_time(folder.plan)
         if estimate is None:
             remarks[f"{folder.run.name}: no estimate, since its plan names no hardware.gpu."] = None
             continue
-        for phase in dict.fromkeys(cost.phase for cost in estimate.costs):
+        for phase in estimate.phases:
             if f"time/{phase}" in rows:
-                add(run, True, f"time/{phase}", estimate.seconds(phase))
+                rows[f"time/{phase}"].append((run, True, estimate.seconds(phase)))
         remarks[f"{folder.run.name}: estimates were {estimate.error}."] = None
-    return _scaled([row for row in rows.values() if row.bars]), [*remarks]
+    return _scaled(rows, duration), [*remarks]
 
 
 def memory_bars(folders: Sequence[Folder]) -> list[Bars]:
     """The most memory of a rank in any step, and the plan's estimate; empty if never measured."""
-    row = Bars("memory/peak", described("memory/peak").definition)
+    rows: Rows = {"memory/peak": []}
     for run, folder in enumerate(folders):
         values = folder.finite("memory/peak")[1]
         if not len(values):
             continue
-        row.bars.append(Bar(run, False, values.max(), size(int(values.max()))))
+        rows["memory/peak"].append((run, False, values.max()))
         if folder.plan is not None:
             on_cpu = folder.plan.device == "cpu"  # its one memory holds what a GPU offloads, too
             peak = max(
@@ -140,13 +136,17 @@ def memory_bars(folders: Sequence[Folder]) -> list[Bars]:
                 for stage in stage_memory(folder.plan)
                 for phase in stage.phases
             )
-            row.bars.append(Bar(run, True, peak, size(peak)))
-    return _scaled([row] if row.bars else [])
+            rows["memory/peak"].append((run, True, peak))
+    return _scaled(rows, lambda held: size(int(held)))
 
 
-def _scaled(rows: list[Bars]) -> list[Bars]:
-    longest = max((bar.value for row in rows for bar in row.bars), default=0.0) or 1.0
-    for row in rows:
-        for bar in row.bars:
-            bar.width = 100 * bar.value / longest
-    return rows
+def _scaled(rows: Rows, shown: Callable[[float], str]) -> list[Bars]:
+    """Bars as wide as their numbers; metrics without any are left out."""
+    longest = max((value for row in rows.values() for *_, value in row), default=0.0) or 1.0
+    found = []
+    for name, row in rows.items():
+        words = "The rest of time/step." if name == "other" else described(name).definition
+        bars = [Bar(run, plan, shown(value), 100 * value / longest) for run, plan, value in row]
+        if bars:
+            found.append(Bars(name, words, bars))
+    return found

@@ -89,7 +89,7 @@ class Folder:
     @property
     def seconds(self) -> float:
         """Seconds in steps and checkpoints so far."""
-        return float(sum(self.finite(name)[1].sum() for name in ("time/step", "time/checkpoint")))
+        return self.run.total("time/step") + self.run.total("time/checkpoint")
 
     @property
     def left(self) -> str:
