@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,43 +152,10 @@ class BatchIndex:
     @cached_property
     def digest(self) -> int:
         """32 bits, equal for equal numbers."""
-        return zlib.crc32(self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """The numbers as `from_bytes` reads them: sizes, layers and names of components, each
-        column, then images."""
-        names = ",".join(self.components).encode()
-        sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids), len(names)
-        head = (
-            np.asarray(sizes, np.int32).tobytes() + np.asarray(self.layer_ids, np.int16).tobytes()
-        )
-        columns = [getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items()]
-        columns += [*self.components.values(), self.images.table]
-        return head + names + b"".join(column.tobytes() for column in columns)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BatchIndex:
-        """The index that `to_bytes` wrote."""
-        samples, depths, topk, layers, named = np.frombuffer(data, np.int32, 5).tolist()
-        layer_ids = np.frombuffer(data, np.int16, layers, 5 * 4)
-        columns: dict[str, np.ndarray] = {}
-        at = 5 * 4 + 2 * int(layers)
-        names = data[at : at + named].decode().split(",") if named else []
-        at += named
-        for name, dtype in _COLUMNS.items():
-            shape = (samples, depths) if name == "loss_tokens" else (samples,)
-            columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
-            at += columns[name].nbytes
-        components, at = _read_components(data, at, names, samples)
-        images = Images.of(np.frombuffer(data, np.int32, offset=at))
-        layers = tuple(layer_ids.tolist())
-        return cls(**columns, layer_ids=layers, topk=topk, components=components, images=images)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that ranks exchange to know it."""
+        known = self.layer_ids, self.topk, self.loss_tokens.shape, [*self.components]
         columns: list[np.ndarray] = [getattr(self, name) for name in _COLUMNS]
-        return sum(x.nbytes for x in (*columns, *self.components.values(), self.images.table))
+        columns += [*self.components.values(), self.images.table]
+        return zlib.crc32(repr(known).encode() + b"".join(x.tobytes() for x in columns))
 
     def owned_by(self, rank: int) -> np.ndarray:
         """Ids of the samples that ``rank`` holds, ascending."""
@@ -323,17 +289,6 @@ def _joined_components(parts: Sequence[BatchIndex], order: np.ndarray) -> dict[s
         _check_components(part.components, parts[0].components, part.groups[0], part.places[0])
     names = parts[0].components if parts else ()
     return {name: np.concatenate([p.components[name] for p in parts])[order] for name in names}
-
-
-def _read_components(
-    data: bytes, at: int, names: Sequence[str], samples: int
-) -> tuple[dict[str, np.ndarray], int]:
-    """The columns of ``names`` in ``data``, and where they end."""
-    columns: dict[str, np.ndarray] = {}
-    for name in names:
-        columns[name] = np.frombuffer(data, np.float64, samples, at)
-        at += columns[name].nbytes
-    return columns, at
 
 
 def _check_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 
@@ -13,21 +12,6 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     gathered: list[T] = [value] * group.size()
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def gather_bytes(value: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """The bytes of every rank. Communicates: their sizes, then all of them, padded to the most."""
-    if group is None:
-        return [value]
-    size = torch.tensor([len(value)])
-    sizes = torch.empty(group.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, size, group=group)
-    most = int(sizes.max())
-    mine = torch.frombuffer(bytearray(value.ljust(most, b"\0")), dtype=torch.uint8)
-    everyone = torch.empty(group.size() * most, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    parts = zip(everyone.split(most), sizes.tolist(), strict=True)
-    return [part[:length].numpy().tobytes() for part, length in parts]
 
 
 def agree(

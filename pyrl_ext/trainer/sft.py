@@ -14,7 +14,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
+from pyrl_ext.parallel.collective_errors import agree, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -91,8 +91,8 @@ class SftStep(Step):
             error = caught
         agree("SftStep", error, zlib.crc32(repr(order).encode()), "steps", self.topo.world)
         mine = BatchIndex.of(samples, self.topo.rank, self.plan.num_mtp_layers)
-        parts = map(BatchIndex.from_bytes, gather_bytes(mine.to_bytes(), self.topo.world))
-        return Rollout(BatchIndex.joined([*parts], order), samples)
+        parts = gather_objects(mine, self.topo.world)
+        return Rollout(BatchIndex.joined(parts, order), samples)
 
 
 def _no_advantage(rewards: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:

@@ -394,9 +394,7 @@ def score_canaries(
 def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[int, float]]:
     plan = policy.plan
     topo = policy.topo
-    known = BatchIndex.of(samples, 0, plan.num_mtp_layers).to_bytes()
-    first, *_ = gather_objects(known, topo.world)
-    index = BatchIndex.from_bytes(first)
+    index, *_ = gather_objects(BatchIndex.of(samples, 0, plan.num_mtp_layers), topo.world)
     batch = None
     schedules = Scheduler(plan).minibatches(index, 1)
     if samples:
