@@ -14,15 +14,10 @@ from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import Lengths
-from pyrl_ext.pack.schedule import (
-    Group,
-    Schedule,
-    Scheduler,
-    plan_dynamic_cp,
-    plan_microbatches,
-)
+from pyrl_ext.pack.schedule import Group, Schedule, Scheduler, plan_microbatches
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.cp_groups import costs_of, cp_groups
+from tests.helpers.dynamic_cp import planned
 from tests.helpers.pictures import write_run
 from tests.helpers.tiny import tiny_plan
 
@@ -194,7 +189,7 @@ def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
     """Each argument written out; lengths at which each of them matters."""
     plan = tiny_plan(*DYNAMIC)
     seqlens = [121, 61, 60, 59, 33, 32, 31, 17, 9, 5, 3, 1, 90, 45]
-    asked = plan_dynamic_cp(
+    asked = planned(
         seqlens,
         8,
         32,
