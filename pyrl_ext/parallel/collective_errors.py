@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -14,8 +18,23 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     return gathered
 
 
+@contextmanager
+def agreeing(call: str, what: str, group: dist.ProcessGroup | None) -> Iterator[list[Any]]:
+    """What the block appends to the list has to be the same on every rank; see `agree`.
+
+    Other ranks wait at the end of the block, also for one whose block raises.
+    """
+    doing: list[Any] = []
+    error = None
+    try:
+        yield doing
+    except Exception as caught:  # every rank has to know, or the others wait forever
+        error = caught
+    agree(call, error, doing, what, group)
+
+
 def agree(
-    call: str, error: Exception | None, digest: int, what: str, group: dist.ProcessGroup | None
+    call: str, error: Exception | None, digest: Any, what: str, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank if a rank failed, or if ranks are about to do different things.
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.pack.index import BatchIndex, sampled_tokens
-from pyrl_ext.parallel.collective_errors import agree, gather_objects
+from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.rollout.engine import Engine, in_order
 from pyrl_ext.rollout.prompt_groups import Ask, Counts, Event, Groups, Score, need_share, sampled
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -142,22 +142,15 @@ def join_on_ranks(
         owns: whether this rank owns these samples
         counted: ranks share the counts
     """
-    try:
+    with agreeing("generate_on_ranks", "prompts or sampling", group) as doing:
+        doing.append(_digest(request))
         samples, counts = complete()
         if not owns:  # another rank of its engine owns them
             samples = []
             counts = Counts()
         samples = in_order(samples, request.prompts)
         lost = int(counts.pop("discarded", 0))
-        rank = 0 if group is None else group.rank()
-        mine = lost, BatchIndex.of(samples, rank, depths)
-        error = None
-    except Exception as caught:  # every rank has to know, or the others wait forever
-        samples = []
-        counts = Counts()
-        mine = 0, BatchIndex.of([])
-        error = caught
-    agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
+        mine = lost, BatchIndex.of(samples, 0 if group is None else group.rank(), depths)
     shares = gather_objects(mine, group)
     whole = Counts()
     whole["discarded"] = sum(lost for lost, _ in shares)
