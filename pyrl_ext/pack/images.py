@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from pyrl_ext.schedule.packing import emptiest_first
 
 
 class Images(NamedTuple):
@@ -53,10 +54,5 @@ def spread(sizes: np.ndarray, replicas: int) -> list[list[int]]:
 
     Returns: [replicas] ascending places in ``sizes``; equal on every rank.
     """
-    loads = [(0, replica) for replica in range(replicas)]
-    found = [list[int]() for _ in range(replicas)]
-    for image in np.argsort(-sizes, kind="stable").tolist():
-        load, replica = loads[0]
-        found[replica].append(image)
-        heapq.heapreplace(loads, (load + int(sizes[image]), replica))
-    return [sorted(images) for images in found]
+    largest_first = np.argsort(-sizes, kind="stable").tolist()
+    return [*map(sorted, emptiest_first(sizes.tolist(), largest_first, replicas))]

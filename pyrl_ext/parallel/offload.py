@@ -44,7 +44,7 @@ class HostMemory:
         self.name = name
         self.allocate = allocate
         self.patience = patience
-        self.say = say or _silent
+        self.say = say or (lambda _: None)
         self._pieces: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
@@ -206,10 +206,6 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int
         storages[storage.data_ptr()] = storage
     storages.pop(0, None)
     return [(storage, storage.nbytes()) for storage in storages.values()]
-
-
-def _silent(_: str) -> None:
-    """Says nothing."""
 
 
 def _behind(used: int, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
