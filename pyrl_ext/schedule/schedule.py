@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from bisect import bisect_right
@@ -83,13 +82,3 @@ class Schedule:
         empty = tuple(group._replace(samples=()) for group in self.microbatches[-1])
         missing = -len(self) % multiple
         return replace(self, microbatches=self.microbatches + (empty,) * missing)
-
-    def to_json(self) -> str:
-        """The schedule as one JSON object; nan becomes null."""
-        microbatches = [
-            [{"ranks": [*g.ranks], "cp_size": g.cp_size, "samples": [*g.samples]} for g in groups]
-            for groups in self.microbatches
-        ]
-        costs = {"makespan": self.makespan, "lower_bound": self.lower_bound}
-        known = {name: None if math.isnan(cost) else cost for name, cost in costs.items()}
-        return json.dumps({"num_ranks": self.num_ranks, **known, "microbatches": microbatches})
