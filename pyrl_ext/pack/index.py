@@ -78,6 +78,7 @@ class BatchIndex:
         Raises: ValueError when the rewards of samples have components of other names.
         """
         routed = next((s for s in samples if s.routes is not None), None)
+        names = _component_names([(s.components, s.prompt_id, s.index) for s in samples])
         images = [(i, x.row, x.rows, *x.grid) for i, s in enumerate(samples) for x in s.images]
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
         columns = {
@@ -99,7 +100,7 @@ class BatchIndex:
             **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
-            components=_components_of(samples),
+            components={n: np.asarray([s.components[n] for s in samples], float) for n in names},
             images=Images.of(np.asarray(images)),
         )
 
@@ -110,7 +111,8 @@ class BatchIndex:
         Raises: ValueError when the parts have routes of different layers, or rewards of different
             components.
         """
-        shapes = {(p.layer_ids, p.topk) for p in parts if len(p)}
+        filled = [p for p in parts if len(p)]
+        shapes = {(p.layer_ids, p.topk) for p in filled}
         if len(shapes) > 1:
             shown = " and ".join(f"{k} experts of layers {list(ids)}" for ids, k in sorted(shapes))
             raise ValueError(f"BatchIndex: samples have routes with {shown}, expected the same")
@@ -122,7 +124,8 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        components = _joined_components([p for p in parts if len(p)], order)
+        names = _component_names([(p.components, p.groups[0], p.places[0]) for p in filled])
+        components = {n: np.concatenate([p.components[n] for p in filled])[order] for n in names}
         return cls(**columns, layer_ids=layer_ids, topk=topk, components=components, images=images)
 
     def __len__(self) -> int:
@@ -274,31 +277,21 @@ def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) ->
     return Images.of(table[np.argsort(table[:, 0], kind="stable")])
 
 
-def _components_of(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Name -> [S] float64, the components of the samples' rewards."""
-    for sample in samples:
-        first = samples[0].components
-        _check_components(sample.components, first, sample.prompt_id, sample.index)
-    names = samples[0].components if samples else ()
-    return {name: np.asarray([s.components[name] for s in samples], np.float64) for name in names}
+def _component_names(parts: Sequence[tuple[Iterable[str], int, int]]) -> Iterable[str]:
+    """The components of rewards, which are the same in all parts.
 
-
-def _joined_components(parts: Sequence[BatchIndex], order: np.ndarray) -> dict[str, np.ndarray]:
-    """The components of the samples of all parts, of which each has some, in ``order``."""
-    for part in parts:
-        _check_components(part.components, parts[0].components, part.groups[0], part.places[0])
-    names = parts[0].components if parts else ()
-    return {name: np.concatenate([p.components[name] for p in parts])[order] for name in names}
-
-
-def _check_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:
-    """Refuse a sample whose reward has other components than that of the first one."""
-    if set(found) != set(first):
-        raise ValueError(
-            f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
-            f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; return "
-            "0.0 for one that does not apply"
-        )
+    Args:
+        parts: their components, and the prompt and the place of a sample that has them.
+    """
+    first = parts[0][0] if parts else ()
+    for found, prompt, place in parts:
+        if set(found) != set(first):
+            raise ValueError(
+                f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
+                f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; "
+                "return 0.0 for one that does not apply"
+            )
+    return first
 
 
 _COLUMNS = {
