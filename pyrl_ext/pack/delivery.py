@@ -127,12 +127,8 @@ class Delivery:
         # of each part: kept sets, and the places of their rows
         self._kept: list[list[tuple[np.ndarray, KeptSets]]] = [[] for _ in range(self._parts)]
 
-    def take(self, owner: int, columns: Columns, received: dict[str, int] | None = None) -> None:
-        """Store all it needs of the columns of ``owner``.
-
-        Args:
-            received: bytes by kind, to which these are added.
-        """
+    def take(self, owner: int, columns: Columns) -> None:
+        """Store all it needs of the columns of ``owner``, a rank of this host."""
         for name, need in self.needs.items():
             for (part, holder), places in self._places[name].items():
                 if holder != owner:
@@ -142,9 +138,9 @@ class Delivery:
                 sets = need.sets(columns, rows)
                 if sets is not None:
                     self._kept[part].append((places, sets))
-                if received is not None:
-                    need.add_bytes(len(places), received)
-                    received["kept"] += 0 if sets is None else sets.nbytes
+                if owner != self.rank:
+                    need.add_bytes(len(places), self.stats.shared)
+                    self.stats.shared["kept"] += 0 if sets is None else sets.nbytes
 
     def kept(self, part: int, first: int, end: int) -> KeptSets:
         """The kept sets of rows ``[first, end)``, in a part that `wait` has returned for."""
@@ -195,7 +191,7 @@ class Delivery:
                 process, file = addresses[owner].tolist()
                 with self._blaming(f"rank {owner} (pid {process})", "its rows in shared memory"):
                     columns = layout.views(map_block(process, file, layout.bytes))
-                self.take(owner, columns, self.stats.shared)
+                self.take(owner, columns)
         with self._blaming("some rank", "word that it has read the rows"):
             dist.barrier()  # a block stays open until everyone has mapped it
         if block is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -83,21 +83,21 @@ class BatchIndex:
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
         columns = {
             "owners": [owner] * len(samples),
-            "groups": [s.prompt_id for s in samples],
             "places": [s.index for s in samples],
             "turns": [s.turn for s in samples],
             "seqlens": [s.tokens.numel() - 1 for s in samples],
             "sampled": [sampled_tokens(s) for s in samples],
-            "truncated": [s.last and s.finish_reason == "length" for s in samples],
-            "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
             "masked": [s.masked for s in samples],
             "kept": [0 if s.kept_ids is None else len(s.kept_ids) for s in samples],
-            "loss_tokens": np.asarray(counts, np.int32).reshape(-1, 1 + depths),
         }
         return cls(
-            **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
+            groups=np.asarray([s.prompt_id for s in samples], np.int64),
+            truncated=np.asarray([s.last and s.finish_reason == "length" for s in samples], bool),
+            rewards=np.asarray([s.reward for s in samples], float),
+            loss_tokens=np.asarray(counts, np.int32).reshape(-1, 1 + depths),
+            **{name: np.asarray(column, np.int32) for name, column in columns.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
             components={n: np.asarray([s.components[n] for s in samples], float) for n in names},
@@ -294,10 +294,4 @@ def _component_names(parts: Sequence[tuple[Iterable[str], int, int]]) -> Iterabl
     return first
 
 
-_COLUMNS = {
-    "groups": np.dtype(np.int64),
-    "rewards": np.dtype(np.float64),
-    **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
-    **dict.fromkeys(("versions", "unrouted", "masked", "kept", "loss_tokens"), np.dtype(np.int32)),
-    "truncated": np.dtype(np.bool_),
-}
+_COLUMNS = [field.name for field in fields(BatchIndex) if field.type == "np.ndarray"]
