@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class Images(NamedTuple):
         """The images of `table`."""
         numbers = table.reshape(-1, 6).astype(np.int64)
         return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as `table`, in half as many bytes."""
+        return Images.of, (self.table,)
 
     @property
     def table(self) -> np.ndarray:
