@@ -110,7 +110,7 @@ def _cost(length: int) -> int:
 
 def planned(lengths: Sequence[int], ranks: int, limit: int) -> list[Groups]:
     """The planner's groups."""
-    plan = plan_dynamic_cp(lengths, ranks, limit, cost=affine(limit))
+    plan = plan_dynamic_cp(lengths, CpGroups(ranks, limit, cost=affine(limit)))
     return [[(g.cp_size, g.samples) for g in groups] for groups in plan.microbatches]
 
 

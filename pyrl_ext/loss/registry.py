@@ -12,10 +12,9 @@ from torch import Tensor
 
 from pyrl_ext.loss import advantages
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, Sums
-from pyrl_ext.loss.objective import policy_loss
+from pyrl_ext.loss.objective import policy_loss, sft_loss
 from pyrl_ext.loss.policy_terms import TERMS
 from pyrl_ext.loss.reductions import numbered
-from pyrl_ext.loss.sft import sft_loss
 from pyrl_ext.parallel.user_code import load_function
 from pyrl_ext.plan.schema.objective import ADVANTAGES, LOSSES, Objective
 

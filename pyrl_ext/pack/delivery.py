@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.needs import KEPT_COUNTS, Columns, Field, Needs, bits
-from pyrl_ext.parallel.buckets import Bucket, aligned
+from pyrl_ext.parallel.buckets import Bucket
 from pyrl_ext.parallel.shared_memory import SharedBlock, map_block
 from pyrl_ext.parallel.topology import Topology
 
 KINDS = ("tokens", "logprobs", "routes", "images", "kept")
-_DIGEST = "digest"  # the column of a message that tells which exchange and part it belongs to
+_DIGEST = {"digest": Field("digest", torch.int64)}  # tells which exchange a message belongs to
 
 
 @dataclass
@@ -57,91 +57,35 @@ class TransferStats:
         return {"batch/moved_bytes": sum(network), **kinds, "batch/shared_bytes": shared}
 
 
-class BlockLayout(NamedTuple):
-    """Places of columns in one block of memory."""
+def block_of(streams: Iterable[tuple[int, Mapping[str, Field]]]) -> Bucket:
+    """The places of columns in one block of memory.
 
-    bucket: Bucket
-
-    @classmethod
-    def of(cls, streams: Iterable[tuple[int, Mapping[str, Field]]], digest: bool = False) -> Self:
-        """The layout of (number of rows, their columns) of every stream.
-
-        Args:
-            digest: a number comes before them.
-        """
-        shapes: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        if digest:
-            shapes.append((_DIGEST, torch.int64, (1,)))
-        for num_rows, fields in streams:
-            if not num_rows:
-                continue
-            for name, column in fields.items():
-                shapes.append((name, column.dtype, (num_rows, *column.shape)))
-        return cls(Bucket.of(shapes))
-
-    @property
-    def bytes(self) -> int:
-        """Size of the block; blocks that follow each other stay aligned."""
-        return aligned(self.bucket.bytes)
-
-    def read(self, memory: Tensor) -> dict[str, Tensor]:
-        """The columns as views of ``memory``, [bytes] uint8."""
-        return {slot.name: slot.view(memory) for slot in self.bucket.slots}
-
-    def write(self, memory: Tensor, columns: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the columns that have a place in ``memory`` there."""
-        views = self.read(memory)
-        for name, column in columns:
-            if name in views:
-                views[name].copy_(column)
+    Args:
+        streams: number of rows, and their columns, of each.
+    """
+    return Bucket.of(
+        (name, column.dtype, (num_rows, *column.shape))
+        for num_rows, fields in streams
+        for name, column in fields.items()
+        if num_rows
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class Incoming:
+class Incoming(NamedTuple):
     """A receive in progress: the rows of one part from one owner on another host."""
 
     owner: int
-    layout: BlockLayout
+    layout: Bucket
     memory: Tensor
     work: Any
 
 
-@dataclass(frozen=True, eq=False)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A send in progress; its memory has to live until it ends."""
 
     receiver: int
     memory: Tensor
     work: Any
-
-
-class KeptParts:
-    """Kept sets of rows that come in parts, of several owners each.
-
-    Args:
-        cuts: [P + 1] first row of each part, then their number.
-    """
-
-    def __init__(self, cuts: np.ndarray):
-        self._cuts = cuts
-        self._pieces: list[list[tuple[np.ndarray, KeptSets]]] = [[] for _ in cuts[1:]]
-        self._whole: dict[int, KeptSets] = {}
-
-    def add(self, part: int, places: np.ndarray, sets: KeptSets | None) -> None:
-        """Add the sets of the rows at ``places`` [M], which are in ``part``."""
-        if sets is not None:
-            self._pieces[part].append((places, sets))
-
-    def rows(self, part: int, first: int, end: int) -> KeptSets:
-        """The sets of rows ``[first, end)``, in a part that is complete."""
-        if part not in self._whole:
-            pieces = self._pieces[part]
-            self._pieces[part] = []
-            places = np.concatenate([np.empty(0, np.int64), *(places for places, _ in pieces)])
-            joined = KeptSets.joined([sets for _, sets in pieces])
-            self._whole[part] = joined.select(torch.from_numpy(np.argsort(places)))
-        begin = int(self._cuts[part])
-        return self._whole[part].select(torch.arange(first - begin, end - begin))
 
 
 class Delivery:
@@ -155,7 +99,6 @@ class Delivery:
 
     Attributes:
         columns: name -> [N, ...]; undefined in parts that `wait` has not returned for.
-        kept:    kept sets of the rows, of parts that `wait` has returned for.
         stats:   bytes received from other ranks.
     """
 
@@ -181,14 +124,11 @@ class Delivery:
         self._incoming: list[list[Incoming]] = [[] for _ in range(self._parts)]  # by part
         self._outgoing: list[Outgoing] = []
         self._arrived = 0
-        self.kept = KeptParts(needs["tokens"].cuts if "tokens" in needs else np.zeros(2, np.int64))
+        # of each part: kept sets, and the places of their rows
+        self._kept: list[list[tuple[np.ndarray, KeptSets]]] = [[] for _ in range(self._parts)]
 
-    def take(self, owner: int, columns: Columns, received: dict[str, int] | None = None) -> None:
-        """Store all it needs of the columns of ``owner``.
-
-        Args:
-            received: bytes by kind, to which these are added.
-        """
+    def take(self, owner: int, columns: Columns) -> None:
+        """Store all it needs of the columns of ``owner``, a rank of this host."""
         for name, need in self.needs.items():
             for (part, holder), places in self._places[name].items():
                 if holder != owner:
@@ -196,10 +136,22 @@ class Delivery:
                 rows = need.rows[places]
                 need.copy(columns, rows, self.columns, torch.from_numpy(places))
                 sets = need.sets(columns, rows)
-                self.kept.add(part, places, sets)
-                if received is not None:
-                    need.add_bytes(len(places), received)
-                    received["kept"] += 0 if sets is None else sets.nbytes
+                if sets is not None:
+                    self._kept[part].append((places, sets))
+                if owner != self.rank:
+                    need.add_bytes(len(places), self.stats.shared)
+                    self.stats.shared["kept"] += 0 if sets is None else sets.nbytes
+
+    def kept(self, part: int, first: int, end: int) -> KeptSets:
+        """The kept sets of rows ``[first, end)``, in a part that `wait` has returned for."""
+        pieces = self._kept[part]
+        if len(pieces) != 1:  # of several owners, or of none
+            places = np.concatenate([np.empty(0, np.int64), *(places for places, _ in pieces)])
+            order = np.argsort(places)
+            whole = KeptSets.joined([sets for _, sets in pieces]).select(torch.from_numpy(order))
+            pieces[:] = [(places[order], whole)]
+        begin = int(self.needs["tokens"].cuts[part])
+        return pieces[0][1].select(torch.arange(first - begin, end - begin))
 
     # between the ranks of a host ------------------------------------------------------------------
 
@@ -207,7 +159,7 @@ class Delivery:
         self,
         owned: dict[str, Tensor],
         hosts: Sequence[int],
-        block_layout: Callable[[int], BlockLayout],
+        block_layout: Callable[[int], Bucket],
     ) -> None:
         """Read the rows of the ranks of this host, this one among them, in their memory.
 
@@ -222,9 +174,11 @@ class Delivery:
         layout = block_layout(self.rank)
         block = SharedBlock(layout.bytes) if layout.bytes else None
         if block is not None:
-            layout.write(block.memory, owned.items())
+            mine = layout.views(block.memory)
+            for name, column in mine.items():
+                column.copy_(owned[name])
             owned.clear()
-            self.take(self.rank, layout.read(block.memory))
+            self.take(self.rank, mine)
         address = torch.tensor([os.getpid(), -1 if block is None else block.file])
         addresses = [torch.empty_like(address) for _ in hosts]
         with self._blaming("some rank", "the addresses of its rows"):
@@ -236,8 +190,8 @@ class Delivery:
             if layout.bytes:
                 process, file = addresses[owner].tolist()
                 with self._blaming(f"rank {owner} (pid {process})", "its rows in shared memory"):
-                    columns = layout.read(map_block(process, file, layout.bytes))
-                self.take(owner, columns, self.stats.shared)
+                    columns = layout.views(map_block(process, file, layout.bytes))
+                self.take(owner, columns)
         with self._blaming("some rank", "word that it has read the rows"):
             dist.barrier()  # a block stays open until everyone has mapped it
         if block is not None:
@@ -256,37 +210,22 @@ class Delivery:
         Communicates: a message for each part and each owner on another host, with exactly the rows
             and columns that are needed of it.
         """
-        for part, messages in enumerate(self._incoming):
-            for owner in self._owners_of(part):
-                if hosts[owner] != hosts[self.rank]:
-                    messages.append(self._receive(part, owner))
+        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[self.rank]]
+        for part, owner in sorted({key for places in self._places.values() for key in places}):
+            if owner in elsewhere:
+                self._incoming[part].append(self._receive(part, owner))
         if not owned:
             return
-        needs_by_rank: dict[int, Needs] = {}
-        for receiver, host in enumerate(hosts):
-            if host != hosts[self.rank] and (needs := needs_of(receiver)):
-                needs_by_rank[receiver] = needs
+        needs_by_rank = {receiver: needs_of(receiver) for receiver in elsewhere}
         for part in range(self._parts):
             for receiver, needs in needs_by_rank.items():
                 self._send(part, receiver, needs, owned)
 
-    def _owners_of(self, part: int) -> list[int]:
-        """Ranks that hold rows of a part, ascending."""
-        owners: set[int] = set()
-        for places in self._places.values():
-            owners |= {owner for of_part, owner in places if of_part == part}
-        return sorted(owners)
-
     def _receive(self, part: int, owner: int) -> Incoming:
-        streams: list[tuple[int, Mapping[str, Field]]] = []
+        sizes = {name: len(places.get((part, owner), ())) for name, places in self._places.items()}
         for name, need in self.needs.items():
-            num_rows = len(self._places[name].get((part, owner), ()))
-            streams.append((num_rows, need.fields))
-            need.add_bytes(num_rows, self.stats.network)
-            if need.kept is not None:
-                streams.append((num_rows, KEPT_COUNTS))
-        layout = BlockLayout.of(streams, digest=True)
-        memory = torch.empty(layout.bytes, dtype=torch.uint8)
+            need.add_bytes(sizes[name], self.stats.network)
+        layout, memory = _message(self.needs, sizes)
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
             return Incoming(owner, layout, memory, dist.irecv(memory, owner, tag=part))
 
@@ -296,26 +235,20 @@ class Delivery:
         }
         if not any(map(len, rows.values())):
             return
-        sets = {name: need.sets(owned, rows[name]) for name, need in needs.items()}
-        streams: list[tuple[int, Mapping[str, Field]]] = []
-        for name, need in needs.items():
-            streams.append((len(rows[name]), need.fields))
-            if sets[name] is not None:
-                streams.append((len(rows[name]), KEPT_COUNTS))
-        layout = BlockLayout.of(streams, digest=True)
-        memory = torch.empty(layout.bytes, dtype=torch.uint8)
-        message = layout.read(memory)
-        message[_DIGEST].fill_(self._digest)
+        layout, memory = _message(needs, {name: len(some) for name, some in rows.items()})
+        message = layout.views(memory)
+        message["digest"].fill_(self._digest)
+        ids: list[Tensor] = []
         for name, need in needs.items():
             need.copy(owned, rows[name], message, torch.arange(len(rows[name])))
-            kept = sets[name]
+            kept = need.sets(owned, rows[name])
             if kept is not None and len(kept.counts):
                 message["kept_counts"].copy_(kept.counts)
+                ids.append(kept.ids)
         with self._blaming(f"rank {receiver}", f"that it takes part {part + 1} of {self._parts}"):
             self._start_send(receiver, memory, tag=part)
-            for kept in sets.values():
-                if kept is not None and len(kept.ids):
-                    self._start_send(receiver, kept.ids, tag=self._parts + part)
+            for each in filter(len, ids):
+                self._start_send(receiver, each, tag=self._parts + part)
 
     def _start_send(self, receiver: int, memory: Tensor, tag: int) -> None:
         work = dist.isend(memory, receiver, tag=tag)
@@ -346,8 +279,8 @@ class Delivery:
         owner = message.owner
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
             message.work.wait()
-            columns = message.layout.read(message.memory)
-            digest = int(columns[_DIGEST])
+            columns = message.layout.views(message.memory)
+            digest = int(columns["digest"])
             if digest != self._digest:
                 raise RuntimeError(f"it sent rows of exchange {digest:#x}, not {self._digest:#x}")
         for name, need in self.needs.items():
@@ -356,7 +289,7 @@ class Delivery:
                 continue
             if need.kept is not None:
                 sets = self._receive_sets(part, owner, columns["kept_counts"])
-                self.kept.add(part, places, sets)
+                self._kept[part].append((places, sets))
             for column in need.fields:
                 destination = bits(self.columns[column])
                 destination.index_copy_(0, torch.from_numpy(places), bits(columns[column]))
@@ -380,3 +313,18 @@ class Delivery:
             raise RuntimeError(
                 f"shard_batch: rank {self.rank} has an error from {who}, expected {what}: {error}"
             ) from error
+
+
+def _message(needs: Needs, sizes: Mapping[str, int]) -> tuple[Bucket, Tensor]:
+    """The layout of a message, and memory for it.
+
+    Args:
+        sizes: number of rows of each stream.
+    """
+    streams: list[tuple[int, Mapping[str, Field]]] = [(1, _DIGEST)]
+    for name, need in needs.items():
+        streams.append((sizes[name], need.fields))
+        if need.kept is not None:
+            streams.append((sizes[name], KEPT_COUNTS))
+    layout = block_of(streams)
+    return layout, torch.empty(layout.bytes, dtype=torch.uint8)

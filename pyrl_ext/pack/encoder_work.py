@@ -7,7 +7,7 @@ shard each row of its output goes to. All of it follows from numbers that every 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -57,17 +57,18 @@ class EncoderWork:
     schedule: Schedule
     lengths: Lengths
     replicas: int
-    _spread: dict[int, list[np.ndarray]] = field(
-        default_factory=dict[int, list[np.ndarray]], init=False, repr=False
-    )
+
+    @cached_property
+    def _spread(self) -> list[list[np.ndarray]]:
+        """[microbatches][replicas] the images that each encodes."""
+        found: list[list[np.ndarray]] = []
+        for groups in self.schedule.microbatches:
+            ids = self.images.of_samples([i for group in groups for i in group.samples])
+            found.append([ids[part] for part in spread(self.images.patches[ids], self.replicas)])
+        return found
 
     def ids(self, microbatch: int, replica: int) -> np.ndarray:
         """[J] the images that ``replica`` encodes, in the order of its output."""
-        if microbatch not in self._spread:
-            samples = [i for group in self.schedule.microbatches[microbatch] for i in group.samples]
-            ids = self.images.of_samples(samples)
-            parts = spread(self.images.patches[ids], self.replicas)
-            self._spread[microbatch] = [ids[part] for part in parts]
         return self._spread[microbatch][replica]
 
     def rows(self, microbatch: int, replica: int, depth: int = 0) -> np.ndarray:

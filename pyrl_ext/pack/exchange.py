@@ -17,13 +17,14 @@ from torch import Tensor
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.delivery import BlockLayout, Delivery, TransferStats
+from pyrl_ext.pack.delivery import Delivery, TransferStats, block_of
 from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, Need, Needs
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, joined
+from pyrl_ext.parallel.buckets import Bucket
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import ModelChunk
@@ -196,7 +197,6 @@ class Exchange:
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
         self.items = Items(self.lengths, index.owners)
-        self._routed = any(role.layers for role in roles)
         self._route_dtype = route_dtype(num_experts)
         self._vocab_size = vocab_size
         parts = min(PARTS, len(schedule))
@@ -210,7 +210,7 @@ class Exchange:
     def kept_rows(self, delivery: Delivery, rows: RankRows, microbatch: int) -> KeptSets:
         """The kept sets of the ``rows`` of ``microbatch``, which were delivered."""
         first, end = rows.first_token[microbatch : microbatch + 2]
-        return delivery.kept.rows(self.part_of(microbatch), int(first), int(end))
+        return delivery.kept(self.part_of(microbatch), int(first), int(end))
 
     def of(self, rank: int, owner: int | None = None) -> tuple[RankRows, Needs]:
         """The rows that ``rank`` computes, and what it needs of each stream.
@@ -225,14 +225,13 @@ class Exchange:
             self._rows[key] = RankRows.of(self.schedule, self.lengths, role, owned)
         rows = self._rows[key]
         fields = self.fields(role)
+        cuts = rows.first_token[self._first]
         needs = {
-            "tokens": Need(self.items, rows.tokens, rows.first_token[self._first], fields["tokens"])
+            "tokens": Need(self.items, rows.tokens, cuts, fields["tokens"], self.kept(role)),
         }
         if fields["routers"]:
             cuts = rows.first_router[self._first]
             needs["routers"] = Need(self.items, rows.routers, cuts, fields["routers"])
-        if kept := self.kept(role):
-            needs["tokens"] = needs["tokens"]._replace(kept=kept)
         if self.images and role.replica >= 0:
             needs["patches"] = self.images.need(role.replica, self._first, owner)
         return rows, needs
@@ -263,14 +262,15 @@ class Exchange:
             routers["route_mask"] = Field("routes", torch.bool)
         return {"tokens": tokens, "routers": routers}
 
-    def block_layout(self, owner: int) -> BlockLayout:
+    def block_layout(self, owner: int) -> Bucket:
         """The layout of the samples of ``owner`` for the ranks of its host."""
         rows = self.items.rows_held_by(owner)
-        everything = self.fields(RankRole(layers=self.index.layer_ids if self._routed else ()))
+        routed = any(role.layers for role in self.roles)
+        everything = self.fields(RankRole(layers=self.index.layer_ids if routed else ()))
         streams = [(rows, fields) for fields in everything.values()]
         if self._vocab_size is not None:
             ids = int(self.index.kept[self.index.owners == owner].sum())
             streams += [(rows, KEPT_COUNTS), (ids, KEPT_IDS)]
         if self.images:
             streams.append((self.images.items.rows_held_by(owner), self.images.fields))
-        return BlockLayout.of(streams)
+        return block_of(streams)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from pyrl_ext.schedule.packing import emptiest_first
 
 
 class Images(NamedTuple):
@@ -29,6 +30,10 @@ class Images(NamedTuple):
         """The images of `table`."""
         numbers = table.reshape(-1, 6).astype(np.int64)
         return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as `table`, in half as many bytes."""
+        return Images.of, (self.table,)
 
     @property
     def table(self) -> np.ndarray:
@@ -53,10 +58,5 @@ def spread(sizes: np.ndarray, replicas: int) -> list[list[int]]:
 
     Returns: [replicas] ascending places in ``sizes``; equal on every rank.
     """
-    loads = [(0, replica) for replica in range(replicas)]
-    found = [list[int]() for _ in range(replicas)]
-    for image in np.argsort(-sizes, kind="stable").tolist():
-        load, replica = loads[0]
-        found[replica].append(image)
-        heapq.heapreplace(loads, (load + int(sizes[image]), replica))
-    return [sorted(images) for images in found]
+    largest_first = np.argsort(-sizes, kind="stable").tolist()
+    return [*map(sorted, emptiest_first(sizes.tolist(), largest_first, replicas))]

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -79,28 +78,29 @@ class BatchIndex:
         Raises: ValueError when the rewards of samples have components of other names.
         """
         routed = next((s for s in samples if s.routes is not None), None)
+        names = _component_names([(s.components, s.prompt_id, s.index) for s in samples])
         images = [(i, x.row, x.rows, *x.grid) for i, s in enumerate(samples) for x in s.images]
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
         columns = {
             "owners": [owner] * len(samples),
-            "groups": [s.prompt_id for s in samples],
             "places": [s.index for s in samples],
             "turns": [s.turn for s in samples],
             "seqlens": [s.tokens.numel() - 1 for s in samples],
             "sampled": [sampled_tokens(s) for s in samples],
-            "truncated": [s.last and s.finish_reason == "length" for s in samples],
-            "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
             "masked": [s.masked for s in samples],
             "kept": [0 if s.kept_ids is None else len(s.kept_ids) for s in samples],
-            "loss_tokens": np.asarray(counts, np.int32).reshape(-1, 1 + depths),
         }
         return cls(
-            **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
+            groups=np.asarray([s.prompt_id for s in samples], np.int64),
+            truncated=np.asarray([s.last and s.finish_reason == "length" for s in samples], bool),
+            rewards=np.asarray([s.reward for s in samples], float),
+            loss_tokens=np.asarray(counts, np.int32).reshape(-1, 1 + depths),
+            **{name: np.asarray(column, np.int32) for name, column in columns.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
-            components=_components_of(samples),
+            components={n: np.asarray([s.components[n] for s in samples], float) for n in names},
             images=Images.of(np.asarray(images)),
         )
 
@@ -111,7 +111,8 @@ class BatchIndex:
         Raises: ValueError when the parts have routes of different layers, or rewards of different
             components.
         """
-        shapes = {(p.layer_ids, p.topk) for p in parts if len(p)}
+        filled = [p for p in parts if len(p)]
+        shapes = {(p.layer_ids, p.topk) for p in filled}
         if len(shapes) > 1:
             shown = " and ".join(f"{k} experts of layers {list(ids)}" for ids, k in sorted(shapes))
             raise ValueError(f"BatchIndex: samples have routes with {shown}, expected the same")
@@ -123,7 +124,8 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        components = _joined_components([p for p in parts if len(p)], order)
+        names = _component_names([(p.components, p.groups[0], p.places[0]) for p in filled])
+        components = {n: np.concatenate([p.components[n] for p in filled])[order] for n in names}
         return cls(**columns, layer_ids=layer_ids, topk=topk, components=components, images=images)
 
     def __len__(self) -> int:
@@ -153,43 +155,10 @@ class BatchIndex:
     @cached_property
     def digest(self) -> int:
         """32 bits, equal for equal numbers."""
-        return zlib.crc32(self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """The numbers as `from_bytes` reads them: sizes, layers and names of components, each
-        column, then images."""
-        names = ",".join(self.components).encode()
-        sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids), len(names)
-        head = (
-            np.asarray(sizes, np.int32).tobytes() + np.asarray(self.layer_ids, np.int16).tobytes()
-        )
-        columns = [getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items()]
-        columns += [*self.components.values(), self.images.table]
-        return head + names + b"".join(column.tobytes() for column in columns)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BatchIndex:
-        """The index that `to_bytes` wrote."""
-        samples, depths, topk, layers, named = np.frombuffer(data, np.int32, 5).tolist()
-        layer_ids = np.frombuffer(data, np.int16, layers, 5 * 4)
-        columns: dict[str, np.ndarray] = {}
-        at = 5 * 4 + 2 * int(layers)
-        names = data[at : at + named].decode().split(",") if named else []
-        at += named
-        for name, dtype in _COLUMNS.items():
-            shape = (samples, depths) if name == "loss_tokens" else (samples,)
-            columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
-            at += columns[name].nbytes
-        components, at = _read_components(data, at, names, samples)
-        images = Images.of(np.frombuffer(data, np.int32, offset=at))
-        layers = tuple(layer_ids.tolist())
-        return cls(**columns, layer_ids=layers, topk=topk, components=components, images=images)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that ranks exchange to know it."""
+        known = self.layer_ids, self.topk, self.loss_tokens.shape, [*self.components]
         columns: list[np.ndarray] = [getattr(self, name) for name in _COLUMNS]
-        return sum(x.nbytes for x in (*columns, *self.components.values(), self.images.table))
+        columns += [*self.components.values(), self.images.table]
+        return zlib.crc32(repr(known).encode() + b"".join(x.tobytes() for x in columns))
 
     def owned_by(self, rank: int) -> np.ndarray:
         """Ids of the samples that ``rank`` holds, ascending."""
@@ -308,48 +277,21 @@ def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) ->
     return Images.of(table[np.argsort(table[:, 0], kind="stable")])
 
 
-def _components_of(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Name -> [S] float64, the components of the samples' rewards."""
-    for sample in samples:
-        first = samples[0].components
-        _check_components(sample.components, first, sample.prompt_id, sample.index)
-    names = samples[0].components if samples else ()
-    return {name: np.asarray([s.components[name] for s in samples], np.float64) for name in names}
+def _component_names(parts: Sequence[tuple[Iterable[str], int, int]]) -> Iterable[str]:
+    """The components of rewards, which are the same in all parts.
+
+    Args:
+        parts: their components, and the prompt and the place of a sample that has them.
+    """
+    first = parts[0][0] if parts else ()
+    for found, prompt, place in parts:
+        if set(found) != set(first):
+            raise ValueError(
+                f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
+                f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; "
+                "return 0.0 for one that does not apply"
+            )
+    return first
 
 
-def _joined_components(parts: Sequence[BatchIndex], order: np.ndarray) -> dict[str, np.ndarray]:
-    """The components of the samples of all parts, of which each has some, in ``order``."""
-    for part in parts:
-        _check_components(part.components, parts[0].components, part.groups[0], part.places[0])
-    names = parts[0].components if parts else ()
-    return {name: np.concatenate([p.components[name] for p in parts])[order] for name in names}
-
-
-def _read_components(
-    data: bytes, at: int, names: Sequence[str], samples: int
-) -> tuple[dict[str, np.ndarray], int]:
-    """The columns of ``names`` in ``data``, and where they end."""
-    columns: dict[str, np.ndarray] = {}
-    for name in names:
-        columns[name] = np.frombuffer(data, np.float64, samples, at)
-        at += columns[name].nbytes
-    return columns, at
-
-
-def _check_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:
-    """Refuse a sample whose reward has other components than that of the first one."""
-    if set(found) != set(first):
-        raise ValueError(
-            f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
-            f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; return "
-            "0.0 for one that does not apply"
-        )
-
-
-_COLUMNS = {
-    "groups": np.dtype(np.int64),
-    "rewards": np.dtype(np.float64),
-    **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
-    **dict.fromkeys(("versions", "unrouted", "masked", "kept", "loss_tokens"), np.dtype(np.int32)),
-    "truncated": np.dtype(np.bool_),
-}
+_COLUMNS = [field.name for field in fields(BatchIndex) if field.type == "np.ndarray"]

@@ -11,15 +11,15 @@ from itertools import islice
 from pyrl_ext.ops._native import C
 from pyrl_ext.schedule import dynamic_cp, few_samples
 from pyrl_ext.schedule.cp_problem import Problem
-from pyrl_ext.schedule.dynamic_cp import Found, Placed
+from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
 
 
-def search(problem: Problem) -> Found:
+def search(problem: Problem) -> Schedule:
     """The plan of `dynamic_cp.search`."""
     return dynamic_cp.search(problem) if C is None else search_native(problem)
 
 
-def search_native(problem: Problem) -> Found:
+def search_native(problem: Problem) -> Schedule:
     """The plan of `dynamic_cp.search`, from the extension."""
     samples = len(problem.lengths)
     plan = C.plan_dynamic_cp_cpu(
@@ -36,19 +36,20 @@ def search_native(problem: Problem) -> Found:
             most_steps=few_samples.MOST_STEPS,
         )
     )
-    return Found(_microbatches(plan.numbers), plan.makespan, plan.lower_bound)
+    found = _microbatches(plan.numbers)
+    return Schedule(problem.num_ranks, found, plan.makespan, plan.lower_bound)
 
 
-def _microbatches(numbers: list[int]) -> tuple[tuple[Placed, ...], ...]:
+def _microbatches(numbers: list[int]) -> tuple[Microbatch, ...]:
     """Groups from the numbers that `csrc/plan_dynamic_cp/api.hpp` describes."""
     stream = iter(numbers)
-    microbatches: list[tuple[Placed, ...]] = []
+    microbatches: list[Microbatch] = []
     for num_groups in stream:
-        groups: list[Placed] = []
+        groups: list[Group] = []
         for _ in range(num_groups):
             first = next(stream)
             cp_size = next(stream)
             num_samples = next(stream)
-            groups.append(Placed(first, cp_size, tuple(islice(stream, num_samples))))
+            groups.append(Group(first, cp_size, tuple(islice(stream, num_samples))))
         microbatches.append(tuple(groups))
     return tuple(microbatches)

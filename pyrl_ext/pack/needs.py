@@ -69,10 +69,6 @@ class Items:
         """Number of rows that ``owner`` holds."""
         return int(self.lengths.seqlens[self.owners == owner].sum())
 
-    def owners_of(self, rows: np.ndarray) -> np.ndarray:
-        """[M] owner of each row."""
-        return self.owners[self.lengths.sample_of(rows)]
-
     def at_owner(self, rows: np.ndarray) -> Tensor:
         """[M] int64, place of each row among those of its owner."""
         items = self.lengths.sample_of(rows)
@@ -102,7 +98,7 @@ class Need(NamedTuple):
         if not len(self.rows):
             return {}
         parts = np.searchsorted(self.cuts, np.arange(len(self.rows)), side="right") - 1
-        owners = self.items.owners_of(self.rows)
+        owners = self.items.owners[self.items.lengths.sample_of(self.rows)]
         order = np.lexsort((owners, parts))
         parts = parts[order]
         owners = owners[order]

@@ -1,18 +1,13 @@
-"""Schedule: the samples and ranks of every microbatch.
+"""Scheduler: the samples and ranks of every microbatch of a plan.
 
-The plan's forecast packs with the same functions (`schedule/packing.py`, `schedule/dynamic_cp.py`).
+The plan's forecast packs with the same function (`schedule/packing.py`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import zlib
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,101 +16,9 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.native_search import search
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.cp_groups import cp_groups
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Problem
+from pyrl_ext.schedule.cp_problem import CpGroups
 from pyrl_ext.schedule.packing import pack_samples
-
-__all__ = [
-    "CostModel",
-    "Group",
-    "Schedule",
-    "Scheduler",
-    "plan_dynamic_cp",
-    "plan_microbatches",
-]
-
-
-class Group(NamedTuple):
-    """The ranks that run some samples together in one microbatch.
-
-    Args:
-        first: first of its ranks in the grid of data- and context-parallel ranks, where rank
-            ``dp_rank * cp_size + cp_rank`` counts. A multiple of ``cp_size``.
-        cp_size: number of its ranks, which share the rows of its samples.
-        samples: ids, ascending. Without samples it computes padding, so that its ranks take part
-            in the collectives of the others.
-    """
-
-    first: int
-    cp_size: int
-    samples: tuple[int, ...]
-
-    @property
-    def ranks(self) -> range:
-        """Its ranks in the grid."""
-        return range(self.first, self.first + self.cp_size)
-
-
-Microbatch = tuple[Group, ...]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Microbatches in their order, the same on every rank.
-
-    Args:
-        num_ranks: ranks of the grid, data-parallel times context-parallel.
-        microbatches: groups of each microbatch by their first rank; together they hold every rank
-            of the grid once.
-        makespan: cost of the slowest rank of each microbatch, summed; nan without a cost model.
-        lower_bound: total cost over the number of ranks; nan without a cost model.
-    """
-
-    num_ranks: int
-    microbatches: tuple[Microbatch, ...]
-    makespan: float = math.nan
-    lower_bound: float = math.nan
-
-    def __len__(self) -> int:
-        return len(self.microbatches)
-
-    def group_of(self, microbatch: int, rank: int) -> Group:
-        """The group of grid rank ``rank`` in a microbatch."""
-        groups = self.microbatches[microbatch]
-        return groups[bisect_right(groups, rank, key=lambda group: group.first) - 1]
-
-    @property
-    def samples(self) -> list[int]:
-        """All sample ids, microbatch by microbatch."""
-        return [i for groups in self.microbatches for group in groups for i in group.samples]
-
-    @property
-    def digest(self) -> int:
-        """32 bits, equal for equal schedules."""
-        return zlib.crc32(repr(self.microbatches).encode())
-
-    def renumbered(self, ids: Sequence[int]) -> Schedule:
-        """The same microbatches, with sample ``ids[i]`` in place of sample i."""
-        moved = (
-            tuple(g._replace(samples=tuple(ids[i] for i in g.samples)) for g in groups)
-            for groups in self.microbatches
-        )
-        return replace(self, microbatches=tuple(moved))
-
-    def padded(self, multiple: int) -> Schedule:
-        """With microbatches of padding at the end, so that ``multiple`` divides their number."""
-        empty = tuple(group._replace(samples=()) for group in self.microbatches[-1])
-        missing = -len(self) % multiple
-        return replace(self, microbatches=self.microbatches + (empty,) * missing)
-
-    def to_json(self) -> str:
-        """The schedule as one JSON object; nan becomes null."""
-        microbatches = [
-            [{"ranks": [*g.ranks], "cp_size": g.cp_size, "samples": [*g.samples]} for g in groups]
-            for groups in self.microbatches
-        ]
-        costs = {"makespan": self.makespan, "lower_bound": self.lower_bound}
-        known = {name: None if math.isnan(cost) else cost for name, cost in costs.items()}
-        return json.dumps({"num_ranks": self.num_ranks, **known, "microbatches": microbatches})
+from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
 
 
 def plan_microbatches(
@@ -153,54 +56,21 @@ def plan_microbatches(
     return Schedule(dp_size * cp_size, tuple(microbatches))
 
 
-def plan_dynamic_cp(
-    seqlens: Sequence[int],
-    num_ranks: int,
-    max_tokens_per_rank: int,
-    *,
-    cost: CostModel,
-    min_cp_size: int = 1,
-    max_cp_size: int | None = None,
-    tp_size: int = 1,
-    tile_rows: int = 1,
-    pp_size: int = 1,
-    vpp_size: int = 1,
-) -> Schedule:
+def plan_dynamic_cp(seqlens: Sequence[int], groups: CpGroups) -> Schedule:
     """Samples and group sizes of every microbatch, deterministic, so that all ranks finish early.
 
-    Group sizes are ``min_cp_size`` times powers of two up to ``max_cp_size``, and ``num_ranks``.
     `pyrl_ext.schedule.dynamic_cp` documents the algorithm.
 
     Args:
         seqlens: rows of each sample [tokens].
-        num_ranks, max_tokens_per_rank, cost, min_cp_size, max_cp_size, tp_size, tile_rows,
-            pp_size, vpp_size: see `CpGroups`.
 
     Returns:
         A microbatch has no sample at all only if there are fewer samples than microbatches.
 
     Raises:
-        ValueError: there are no samples, one is empty or longer than the largest group takes, a
-            size is below 1, or the sizes of groups do not fit each other or the costs.
+        ValueError: there are no samples, or one is empty or longer than the largest group takes.
     """
-    groups = CpGroups(
-        num_ranks,
-        max_tokens_per_rank,
-        cost=cost,
-        min_cp_size=min_cp_size,
-        max_cp_size=max_cp_size,
-        tp_size=tp_size,
-        tile_rows=tile_rows,
-        pp_size=pp_size,
-        vpp_size=vpp_size,
-    )
-    return _searched(groups.problem(seqlens))
-
-
-def _searched(problem: Problem) -> Schedule:
-    found = search(problem)
-    microbatches = (tuple(Group(*each) for each in placed) for placed in found.microbatches)
-    return Schedule(problem.num_ranks, tuple(microbatches), found.makespan, found.lower_bound)
+    return search(groups.problem(seqlens))
 
 
 class Scheduler:
@@ -223,7 +93,7 @@ class Scheduler:
     def _placed(self, seqlens: Sequence[int]) -> Schedule:
         parallel = self.plan.parallel
         if parallel.dynamic_cp is not None:
-            return _searched(self._groups.problem(seqlens))
+            return plan_dynamic_cp(seqlens, self._groups)
         tokens = self.plan.batching.tokens_per_microbatch
         return plan_microbatches(seqlens, parallel.dp, tokens, self.plan.row_alignment, parallel.cp)
 

@@ -70,6 +70,10 @@ class Bucket(NamedTuple):
             end = slots[-1].start + slots[-1].bytes
         return cls(tuple(slots), end)
 
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in the uint8 ``buffer``, by name."""
+        return {slot.name: slot.view(buffer) for slot in self.slots}
+
     def of_names(self, names: Container[str], buffer: Tensor) -> Bucket:
         """The bucket with the slots of these names only, moved together within its buffer."""
         slots = [slot for slot in self.slots if slot.name in names]
@@ -214,8 +218,7 @@ class KeptBuckets(BucketStream):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket, buffer in self._kept:
-            for slot in bucket.slots:
-                yield slot.name, slot.view(buffer)
+            yield from bucket.views(buffer).items()
 
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
         """As they are kept."""
@@ -242,8 +245,8 @@ class _Observed(BucketStream):
 
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket, buffer in self.stream.buckets(allocate):
-            for slot in bucket.slots:
-                self.note(slot.name, slot.view(buffer))
+            for name, tensor in bucket.views(buffer).items():
+                self.note(name, tensor)
             yield bucket, buffer
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -15,23 +18,23 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     return gathered
 
 
-def gather_bytes(value: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """The bytes of every rank. Communicates: their sizes, then all of them, padded to the most."""
-    if group is None:
-        return [value]
-    size = torch.tensor([len(value)])
-    sizes = torch.empty(group.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, size, group=group)
-    most = int(sizes.max())
-    mine = torch.frombuffer(bytearray(value.ljust(most, b"\0")), dtype=torch.uint8)
-    everyone = torch.empty(group.size() * most, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    parts = zip(everyone.split(most), sizes.tolist(), strict=True)
-    return [part[:length].numpy().tobytes() for part, length in parts]
+@contextmanager
+def agreeing(call: str, what: str, group: dist.ProcessGroup | None) -> Iterator[list[Any]]:
+    """What the block appends to the list has to be the same on every rank; see `agree`.
+
+    Other ranks wait at the end of the block, also for one whose block raises.
+    """
+    doing: list[Any] = []
+    error = None
+    try:
+        yield doing
+    except Exception as caught:  # every rank has to know, or the others wait forever
+        error = caught
+    agree(call, error, doing, what, group)
 
 
 def agree(
-    call: str, error: Exception | None, digest: int, what: str, group: dist.ProcessGroup | None
+    call: str, error: Exception | None, digest: Any, what: str, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank if a rank failed, or if ranks are about to do different things.
 

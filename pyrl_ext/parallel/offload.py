@@ -44,7 +44,7 @@ class HostMemory:
         self.name = name
         self.allocate = allocate
         self.patience = patience
-        self.say = say or _silent
+        self.say = say or (lambda _: None)
         self._pieces: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
@@ -133,8 +133,9 @@ class OffloadedStorage:
 
     def __init__(self, host: HostMemory | None = None) -> None:
         self._pinned = host or HostMemory("tensors")
-        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: list[tuple[list[tuple[torch.UntypedStorage, int]], list[Tensor]]] = []
+        # storages that left together, and where their contents are; None: nowhere
+        self._offloaded: list[tuple[list[tuple[torch.UntypedStorage, int]], list[Tensor] | None]]
+        self._offloaded = []
 
     def __bool__(self) -> bool:
         return bool(self._offloaded)
@@ -152,11 +153,11 @@ class OffloadedStorage:
         """
         leaving = _storages(tensors)
         gpu = next((storage.device for storage, _ in leaving if on_gpu(storage)), None)
+        host = None
         if keep:
             host = self._memory(sum(size for _, size in leaving), gpu is not None)
             for there, here in _overlaps(leaving, host):
                 here.copy_(there, non_blocking=True)
-            self._host.append((leaving, host))
         if gpu is not None:
             torch.get_device_module(gpu).synchronize(gpu)
         for storage, _ in leaving:
@@ -164,14 +165,15 @@ class OffloadedStorage:
         if gpu is not None:
             # an engine cannot use what torch's allocator caches
             torch.get_device_module(gpu).empty_cache()
-        self._offloaded += leaving
+        if leaving:
+            self._offloaded.append((leaving, host))
         return sum(size for _, size in leaving)
 
     def _memory(self, size: int, pin: bool) -> list[Tensor]:
         """Pieces of host memory for ``size`` bytes, which nothing that is offloaded uses."""
         if not pin:
             return [torch.empty(each, dtype=torch.uint8) for each in piece_sizes(size)]
-        used = sum(size for leaving, _ in self._host for _, size in leaving)
+        used = sum(size for leaving, host in self._offloaded if host for _, size in leaving)
         return list(_behind(used, self._pinned.pieces(used + size)))
 
     def onload(self) -> int:
@@ -179,17 +181,16 @@ class OffloadedStorage:
 
         Returns: bytes allocated.
         """
-        kept = {id(storage) for leaving, _ in self._host for storage, _ in leaving}
-        for storage, size in self._offloaded:
-            storage.resize_(size)
-            if id(storage) not in kept:
-                _bytes(storage).zero_()
-        for leaving, host in self._host:
-            for there, here in _overlaps(leaving, host):
+        allocated = 0
+        for left, host in self._offloaded:
+            for storage, size in left:
+                storage.resize_(size)
+                allocated += size
+                if host is None:
+                    _bytes(storage).zero_()
+            for there, here in _overlaps(left, host) if host is not None else ():
                 there.copy_(here, non_blocking=True)
-        allocated = sum(size for _, size in self._offloaded)
         self._offloaded = []
-        self._host = []
         return allocated
 
 
@@ -206,10 +207,6 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int
         storages[storage.data_ptr()] = storage
     storages.pop(0, None)
     return [(storage, storage.nbytes()) for storage in storages.values()]
-
-
-def _silent(_: str) -> None:
-    """Says nothing."""
 
 
 def _behind(used: int, pieces: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.pack.index import BatchIndex, sampled_tokens
-from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
+from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.rollout.engine import Engine, in_order
 from pyrl_ext.rollout.prompt_groups import Ask, Counts, Event, Groups, Score, need_share, sampled
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -142,31 +142,23 @@ def join_on_ranks(
         owns: whether this rank owns these samples
         counted: ranks share the counts
     """
-    try:
+    with agreeing("generate_on_ranks", "prompts or sampling", group) as doing:
+        doing.append(_digest(request))
         samples, counts = complete()
         if not owns:  # another rank of its engine owns them
             samples = []
             counts = Counts()
         samples = in_order(samples, request.prompts)
         lost = int(counts.pop("discarded", 0))
-        rank = 0 if group is None else group.rank()
-        mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
-        error = None
-    except Exception as caught:  # every rank has to know, or the others wait forever
-        samples = []
-        counts = Counts()
-        mine = b""
-        error = caught
-    agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
-    shares = gather_bytes(mine, group)
-    parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
+        mine = lost, BatchIndex.of(samples, 0 if group is None else group.rank(), depths)
+    shares = gather_objects(mine, group)
     whole = Counts()
-    whole["discarded"] = sum(int.from_bytes(share[:8], "little") for share in shares)
+    whole["discarded"] = sum(lost for lost, _ in shares)
     if counted:
         for each in gather_objects(dict(counts), group):
             whole.add(each)
         need_share(whole, request.min_share)
-    index = BatchIndex.joined(parts, [p.id for p in request.prompts])
+    index = BatchIndex.joined([part for _, part in shares], [p.id for p in request.prompts])
     return Rollout(index, samples, whole)
 
 

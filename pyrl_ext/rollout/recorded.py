@@ -23,7 +23,7 @@ from torch import Tensor
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.atomic_write import replacing
-from pyrl_ext.parallel.collective_errors import agree
+from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling
@@ -224,14 +224,11 @@ class Recorder:
             ValueError, OSError: as `save_samples`; on the other ranks RuntimeError
         """
         suffix = "" if self.topo.world_size == 1 else f"-rank-{self.topo.rank}"
-        error = None
-        try:
+        with agreeing(f"Recorder.save({self.folder})", "steps", self.topo.world) as doing:
+            doing.append(step)
             if samples:
                 path = self.folder / f"step-{step:06d}{suffix}.safetensors"
                 save_samples(path, samples, step)
-        except (ValueError, OSError) as caught:
-            error = caught
-        agree(f"Recorder.save({self.folder})", error, step, "steps", self.topo.world)
 
 
 class RecordedEngine(Engine):

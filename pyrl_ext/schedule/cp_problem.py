@@ -103,6 +103,8 @@ class Problem(NamedTuple):
 class CpGroups:
     """The groups that a grid of ranks may form, priced: a problem without its samples.
 
+    Their sizes are ``min_cp_size`` times powers of two up to ``max_cp_size``, and ``num_ranks``.
+
     Args:
         num_ranks: ranks of the grid, data-parallel times context-parallel.
         max_tokens_per_rank: most padded rows of a microbatch on one rank [tokens].

@@ -23,10 +23,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from pyrl_ext.schedule.cp_problem import Problem
 from pyrl_ext.schedule.few_samples import best_plan, is_few
+from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
 
 TIMES = (0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.7)
 """Time limits of a microbatch, relative to an even share of the samples that its tokens allow."""
@@ -38,32 +40,12 @@ SLACK = (1.0, 1.02, 1.06, 1.12)
 """Token limits tried for a prescribed number of microbatches, relative to an even share."""
 
 
-class Placed(NamedTuple):
-    """Samples of one group in one microbatch."""
-
-    first: int
-    """First rank, a multiple of `cp_size`."""
-    cp_size: int
-    samples: tuple[int, ...]
-    """Ids, ascending; none: the group runs padding alone."""
-
-
-class Found(NamedTuple):
-    """A plan: groups of every microbatch in order of their first rank, each rank once."""
-
-    microbatches: tuple[tuple[Placed, ...], ...]
-    makespan: float
-    """Seconds: the slowest group of every microbatch, and the launches."""
-    lower_bound: float
-    """Seconds that no plan can beat."""
-
-
 def tried[T](table: Sequence[tuple[int | None, T]], samples: int) -> T:
     """The entry of WEIGHTS or BASES for a number of samples."""
     return next(entry for up_to, entry in table if up_to is None or samples <= up_to)
 
 
-def search(problem: Problem) -> Found:
+def search(problem: Problem) -> Schedule:
     """Plan the microbatches of a problem that `CpGroups` has checked."""
     return _Search(problem).best()
 
@@ -128,21 +110,12 @@ class _Search:
 
     # Whole plans --------------------------------------------------------------------------------
 
-    def best(self) -> Found:
-        if is_few(self.problem):
-            plan = self._best_of_all()
-            return Found(tuple(map(self._placed, plan)), self._makespan(plan), self._lower_bound())
-        found = None
-        least = 0.0
-        for variant in self._variants():
-            plan = self._plan(variant)
-            self._split(plan)
-            time = self._makespan(plan)
-            if found is None or time < least:
-                found = plan
-                least = time
-        assert found is not None
-        return Found(tuple(map(self._placed, found)), least, self._lower_bound())
+    def best(self) -> Schedule:
+        plans = [self._best_of_all()] if is_few(self.problem) else map(self._plan, self._variants())
+        plan = min(plans, key=self._makespan)
+        placed = tuple(map(self._placed, plan))
+        costs = self._makespan(plan), self._lower_bound()
+        return Schedule(self.problem.num_ranks, placed, *costs)
 
     def _best_of_all(self) -> list[_Microbatch]:
         plan = []
@@ -171,17 +144,11 @@ class _Search:
         plan = []
         left = list(range(len(self.order)))
         while left:
-            built = (self._build(left, time, variant) for time in self._times(left))
-            best = None
-            most = 0.0
-            for each in built:
-                score = self._efficiency(each, variant.weight)
-                if best is None or score > most:
-                    best = each
-                    most = score
-            assert best is not None
+            built = [self._build(left, time, variant) for time in self._times(left)]
+            best = max(built, key=partial(self._efficiency, variant.weight))
             plan.append(best)
             left = best.left
+        self._split(plan)
         return plan
 
     def _makespan(self, plan: list[_Microbatch]) -> float:
@@ -194,13 +161,8 @@ class _Search:
         multiple = self.problem.multiple
         launch = self.problem.launch
         fewest = -(-self.fewest // multiple) * multiple
-        longest = min(
-            s.fixed + self.cost[k][0]
-            for k, s in enumerate(self.sizes)
-            if self.rows[k][0] <= s.limit
-        )
         work = self._total(range(len(self.order))) / self.problem.num_ranks
-        return launch * fewest + max(work, longest)
+        return launch * fewest + max(work, min(self._alone(0)))
 
     def _split(self, plan: list[_Microbatch]) -> None:
         """Halve microbatches, those of most samples first, until their number is a multiple."""
@@ -226,17 +188,17 @@ class _Search:
                 half.groups.append(_Group(len(half.groups), group.size, load, rows, part))
         return halves
 
-    def _placed(self, micro: _Microbatch) -> tuple[Placed, ...]:
+    def _placed(self, micro: _Microbatch) -> Microbatch:
         """Larger groups first, so that each begins at a multiple of its size."""
         found = []
         first = 0
         least = self.sizes[0].size
         for group in sorted(micro.groups, key=lambda group: -group.size):
             samples = tuple(sorted(self.order[x] for x in group.samples))
-            found.append(Placed(first, self.sizes[group.size].size, samples))
+            found.append(Group(first, self.sizes[group.size].size, samples))
             first += self.sizes[group.size].size
         empty = range(first, self.problem.num_ranks, least)
-        return (*found, *(Placed(at, least, ()) for at in empty))
+        return (*found, *(Group(at, least, ()) for at in empty))
 
     # One microbatch -----------------------------------------------------------------------------
 
@@ -250,16 +212,19 @@ class _Search:
                 break
             work += self.work[x]
         even = work / self.problem.num_ranks
-        x = left[0]
-        alone = [
+        alone = self._alone(left[0])
+        least = min(alone)
+        return sorted({*alone, *(max(least, even * share) for share in TIMES)})
+
+    def _alone(self, x: int) -> list[float]:
+        """Seconds of a sample in a group of its own, of every size that takes it."""
+        return [
             s.fixed + self.cost[k][x]
             for k, s in enumerate(self.sizes)
             if self.rows[k][x] <= s.limit
         ]
-        least = min(alone)
-        return sorted({*alone, *(max(least, even * share) for share in TIMES)})
 
-    def _efficiency(self, micro: _Microbatch, weight: float) -> float:
+    def _efficiency(self, weight: float, micro: _Microbatch) -> float:
         work = 0.0
         rows = 0
         for group in micro.groups:
@@ -289,13 +254,11 @@ class _Search:
             size = self._opens(micro, x, time, variant.base)
             if size is not None:
                 self._open(micro, x, size)
-            elif not self._join(micro, x, time, variant.share):
-                rooms = self._rooms(micro, variant.share)
+            elif (found := self._least_loaded(micro, x, time, variant.share)) is not None:
+                self._join(micro, x, *found)
+            else:
                 then = bisect_left(
-                    given,
-                    True,
-                    at + 1,
-                    key=lambda x: self._fits(micro, x, time, variant.base, rooms),
+                    given, True, at + 1, key=partial(self._fits, micro, time, variant)
                 )
                 left += given[at:then]
                 at = then
@@ -322,12 +285,14 @@ class _Search:
         micro.free -= self.sizes[size].size
         insort(micro.by_load[size], (load, group.index))
 
-    def _join(self, micro: _Microbatch, x: int, time: float, share: float) -> bool:
-        """Put a sample into the group that is then the least loaded."""
+    def _least_loaded(
+        self, micro: _Microbatch, x: int, time: float, share: float
+    ) -> tuple[float, float, int] | None:
+        """(load with a sample, load, index) of the group that is then the least loaded."""
         best: tuple[float, float, int] | None = None
         for k, by_load in enumerate(micro.by_load):
             cost = self.cost[k][x]
-            most = self._most_rows(k, share) - self.rows[k][x]
+            most = int(self.sizes[k].limit * share) - self.rows[k][x]
             for load, index in by_load:
                 after = load + cost
                 if after > time or (best is not None and after > best[0]):
@@ -336,9 +301,9 @@ class _Search:
                     found = after, load, index
                     best = found if best is None else min(best, found)
                     break
-        if best is None:
-            return False
-        after, load, index = best
+        return best
+
+    def _join(self, micro: _Microbatch, x: int, after: float, load: float, index: int) -> None:
         group = micro.groups[index]
         by_load = micro.by_load[group.size]
         del by_load[bisect_left(by_load, (load, index))]
@@ -346,27 +311,11 @@ class _Search:
         group.load = after
         group.rows = group.rows + self.rows[group.size][x]
         group.samples.append(x)
-        return True
 
-    def _most_rows(self, size: int, share: float) -> int:
-        return int(self.sizes[size].limit * share)
-
-    def _rooms(self, micro: _Microbatch, share: float) -> list[tuple[int, float, int]]:
-        """(size, load, rows it has room for) of groups; no other of that size has less load and as
-        much room."""
-        rooms = []
-        for k, by_load in enumerate(micro.by_load):
-            most = -1
-            for load, index in by_load:
-                room = self._most_rows(k, share) - micro.groups[index].rows
-                if room > most:
-                    rooms.append((k, load, room))
-                    most = room
-        return rooms
-
-    def _fits(self, micro: _Microbatch, x: int, time: float, base: int, rooms: list[tuple]) -> bool:
-        return self._opens(micro, x, time, base) is not None or any(
-            self.rows[k][x] <= room and load + self.cost[k][x] <= time for k, load, room in rooms
+    def _fits(self, micro: _Microbatch, time: float, variant: _Variant, x: int) -> bool:
+        return (
+            self._opens(micro, x, time, variant.base) is not None
+            or self._least_loaded(micro, x, time, variant.share) is not None
         )
 
     def _grow(self, micro: _Microbatch) -> bool:

@@ -35,7 +35,7 @@ def pack_samples(loads: Sequence[int], dp_size: int, limit: int) -> Schedule:
     longest_first = sorted(range(len(loads)), key=lambda i: -loads[i])
     per_rank = max(1, -(-sum(loads) // (dp_size * limit)))
     while True:
-        bins: list[list[int]] | None = _emptiest_first(loads, longest_first, dp_size * per_rank)
+        bins: list[list[int]] | None = emptiest_first(loads, longest_first, dp_size * per_rank)
         if max(sum(loads[i] for i in ids) for ids in bins) > limit:
             bins = _first_fit(loads, longest_first, dp_size * per_rank, limit)
         if bins is not None:
@@ -43,7 +43,7 @@ def pack_samples(loads: Sequence[int], dp_size: int, limit: int) -> Schedule:
         per_rank += 1
 
 
-def _emptiest_first(
+def emptiest_first(
     loads: Sequence[int], longest_first: list[int], num_bins: int
 ) -> list[list[int]]:
     """Put each sample into the emptiest bin; the token limit is ignored."""

@@ -20,12 +20,12 @@ from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.buckets import BucketStream
 from pyrl_ext.parallel.reduce import sum_over_ranks
-from pyrl_ext.parallel.streams import need_stream, stream_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.phases import Offloadable
@@ -143,18 +143,21 @@ class Policy:
 
     def offload(self, part: Offloadable) -> int:
         """See `Module.offload`."""
-        need_stream("Policy.offload", self.stream, stream_of(self.topo.device))
+        self._need_stream("offload")
         return sum(module.offload(part) for module in self.modules.values())
 
     def onload(self) -> int:
         """See `Module.onload`."""
-        need_stream("Policy.onload", self.stream, stream_of(self.topo.device))
+        self._need_stream("onload")
         return sum(module.onload() for module in self.modules.values())
 
     def need(self, *parts: str) -> None:
         """See `Module.need`."""
         for module in self.modules.values():
             module.need(*parts)
+
+    def _need_stream(self, call: str) -> None:
+        need_stream(f"Policy.{call}", self.stream, stream_of(self.topo.device))
 
     def save(self, folder: Path) -> None:
         """Write models, optimizers and counters to ``folder``, whole or not at all; with
@@ -185,7 +188,7 @@ class Policy:
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
         self.need("weights")
-        need_stream("Policy.scores", self.stream, stream_of(self.topo.device))
+        self._need_stream("scores")
         replay_hooks = self.module.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
@@ -245,7 +248,7 @@ class Policy:
         Raises: FloatingPointError when the gradient is not finite.
         """
         self.need()
-        need_stream("Policy.step_optimizer", self.stream, stream_of(self.topo.device))
+        self._need_stream("step_optimizer")
         modules = self.modules.values()
         lr, *_ = [module.set_lr(self.updates) for module in modules]
         applied, norm = step_all([(module.optimizer, module.topo) for module in modules])
@@ -270,7 +273,7 @@ class Policy:
         if not loss_tokens[0]:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.need("weights", "gradients")
-        need_stream("Policy.accumulate", self.stream, stream_of(self.topo.device))
+        self._need_stream("accumulate")
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
@@ -421,3 +424,31 @@ class Policy:
             total += part["sums"]
         sums = sum_over_ranks(total, self.topo).tolist()
         return {name: (value, count) for name, (value, count) in zip(names[0], sums, strict=True)}
+
+
+def stream_of(device: torch.device) -> int:
+    """Number of the stream that is current in this thread; 0 on a CPU, which has none."""
+    if not on_gpu(device):
+        return 0
+    return torch.get_device_module(device).current_stream(device).stream_id
+
+
+def need_stream(call: str, built: int, now: int) -> None:
+    """Raise RuntimeError if another stream is current than when the model was built.
+
+    vLLM 0.32 makes a stream of its process and leaves it current in the thread that builds the
+    engine (`vllm/utils/torch_utils.py`, `current_stream`). So the engine is built first, and the
+    model, its buffers and all steps are on that stream. A step on another one would read tensors
+    while they are written: nothing orders work on two streams.
+
+    Args:
+        call: for the message.
+        built: `stream_of` when the model was built.
+        now: `stream_of` the call.
+    """
+    if now != built:
+        raise RuntimeError(
+            f"{call}: CUDA stream {now:#x} is current, expected {built:#x}, on which the model was "
+            "built. Build the rollout engine, which changes the stream, before the model, and call "
+            "this in the thread that built both"
+        )

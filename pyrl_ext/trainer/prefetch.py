@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch.profiler import record_function
@@ -37,6 +37,7 @@ class DeviceMicrobatch:
     chunks_left: int
 
 
+@dataclass(eq=False)
 class MicrobatchPrefetcher:
     """The microbatches of this rank in one pass.
 
@@ -51,29 +52,22 @@ class MicrobatchPrefetcher:
     Raises: ValueError when routes are to be replayed and the samples have none.
     """
 
-    def __init__(
-        self,
-        shard: BatchShard,
-        topo: Topology,
-        replay: Replay,
-        replayed: bool,
-        depths: int = 0,
-        axes: bool = False,
-    ):
-        if replayed and not shard.layer_ids:
+    shard: BatchShard
+    topo: Topology
+    replay: Replay
+    replayed: bool
+    depths: int = 0
+    axes: bool = False
+    _ready: dict[int, DeviceMicrobatch] = field(default_factory=dict, init=False)
+    _made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.replayed and not self.shard.layer_ids:
             raise ValueError(
                 "replay: the samples carry no routes; the engine must return them, or the plan "
                 "must switch replay off (replay: {old: false, reference: false, train: false})"
             )
-        self.shard = shard
-        self.topo = topo
-        self.replay = replay
-        self.replayed = replayed
-        self.depths = depths
-        self.axes = axes
-        self._upload = Upload(topo.device)
-        self._ready: dict[int, DeviceMicrobatch] = {}
-        self._made = 0
+        self._upload = Upload(self.topo.device)
 
     def __len__(self) -> int:
         return len(self.shard.schedule)

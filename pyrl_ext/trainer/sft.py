@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
+from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -83,16 +82,12 @@ class SftStep(Step):
 
         Raises: on every rank, if one cannot read its own.
         """
-        samples = []
-        error = None
-        try:
+        with agreeing("SftStep", "steps", self.topo.world) as doing:
+            doing.append(order)
             samples = read()
-        except Exception as caught:  # every rank has to know, or the others wait forever
-            error = caught
-        agree("SftStep", error, zlib.crc32(repr(order).encode()), "steps", self.topo.world)
         mine = BatchIndex.of(samples, self.topo.rank, self.plan.num_mtp_layers)
-        parts = map(BatchIndex.from_bytes, gather_bytes(mine.to_bytes(), self.topo.world))
-        return Rollout(BatchIndex.joined([*parts], order), samples)
+        parts = gather_objects(mine, self.topo.world)
+        return Rollout(BatchIndex.joined(parts, order), samples)
 
 
 def _no_advantage(rewards: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -106,18 +101,9 @@ def check_records(plan: Plan, topo: Topology) -> SftSource:
         other files.
     Communicates: a line of every rank, and its first problems.
     """
-    source = None
-    error = None
-    digest = 0
-    try:
+    with agreeing("data.path", "records", topo.world) as doing:
         source = build_records(plan)
-        digest = zlib.crc32(
-            repr((len(source.records), source.records.path.stat().st_size)).encode()
-        )
-    except Exception as caught:  # every rank has to know, or the others wait forever
-        error = caught
-    agree("data.path", error, digest, "records", topo.world)
-    assert source is not None
+        doing += len(source.records), source.records.path.stat().st_size
     found = gather_objects(source.check(topo.rank, topo.world_size), topo.world)
     facts = source.summary(found)
     if topo.is_main:

@@ -22,7 +22,7 @@ from pyrl_ext.pack.exchange import shard_batch, step_digest
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.collective_errors import agree, gather_objects
+from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -108,16 +108,10 @@ class Step(ABC):
         index = rollout.index
         group = self.topo.world
         with phase("time/exchange"):
-            schedules = []
-            batches = list[Batch | None]()
-            error = None
-            try:
+            with agreeing("Step.batch_of", "samples or schedules", group) as doing:
                 schedules = self.scheduler.minibatches(index, minibatches)
-                batches.append(self._rows_of(rollout))
-            except Exception as caught:  # every rank has to know, or the others wait forever
-                error = caught
-            digest = step_digest(index, schedules) if schedules else 0
-            agree("Step.batch_of", error, digest, "samples or schedules", group)
+                doing.append(step_digest(index, schedules))
+                batches = [self._rows_of(rollout)]
             rollout.samples.clear()
             rollout.dropped.clear()
             plan = self.plan
@@ -394,9 +388,7 @@ def score_canaries(
 def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[int, float]]:
     plan = policy.plan
     topo = policy.topo
-    known = BatchIndex.of(samples, 0, plan.num_mtp_layers).to_bytes()
-    first, *_ = gather_objects(known, topo.world)
-    index = BatchIndex.from_bytes(first)
+    index, *_ = gather_objects(BatchIndex.of(samples, 0, plan.num_mtp_layers), topo.world)
     batch = None
     schedules = Scheduler(plan).minibatches(index, 1)
     if samples:

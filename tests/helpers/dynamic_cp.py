@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
+from pyrl_ext.pack.schedule import Schedule, plan_dynamic_cp
 from pyrl_ext.schedule.alignment import alignment
-from pyrl_ext.schedule.cp_problem import CostModel, CpSize, Exchange, Problem
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpSize, Exchange, Problem
 
 COST = CostModel(
     token_seconds=1e-6,
@@ -19,9 +20,14 @@ COST = CostModel(
 )
 
 
+def planned(seqlens: Sequence[int], *sizes: int, **options: Any) -> Schedule:
+    """`plan_dynamic_cp` on the groups of these sizes."""
+    return plan_dynamic_cp(seqlens, CpGroups(*sizes, **options))
+
+
 @st.composite
 def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `plan_dynamic_cp` that it accepts, sizes of any kind among them."""
+    """Arguments of `planned` that it accepts, sizes of any kind among them."""
     least = draw(st.sampled_from([1, 1, 1, 2, 3]))
     ranks = least * draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 24]))
     sizes = [s for s in (least * 2**i for i in range(8)) if s <= ranks]

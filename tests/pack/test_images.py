@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from pyrl_ext.pack.encoder_work import EncoderWork, PatchStream, ShardImages
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.rank_rows import Lengths, RankRole
-from pyrl_ext.pack.schedule import (
-    CostModel,
-    Group,
-    Schedule,
-    plan_dynamic_cp,
-    plan_microbatches,
-    within_patches,
-)
+from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches, within_patches
+from pyrl_ext.schedule.cp_problem import CostModel
+from tests.helpers.dynamic_cp import planned
 from tests.helpers.probe import local_rows
 
 MERGE = 4  # patches of a row
@@ -53,7 +48,7 @@ def schedule_of(lengths: Lengths, way: str) -> tuple[Schedule, int]:
     limit = max(64, -(-max(seqlens) // unit) * unit)
     if dynamic:
         cost = CostModel(token_seconds=1.0, square_seconds=0.01)
-        plan = plan_dynamic_cp(
+        plan = planned(
             seqlens, dp * cp, limit, cost=cost, min_cp_size=cp, max_cp_size=dynamic, tp_size=tp
         )
         return plan, tp

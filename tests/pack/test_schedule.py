@@ -1,6 +1,6 @@
 """plan_microbatches: every sample once, limits kept, close to the optimum, the same every time."""
 
-import json
+import math
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
@@ -14,15 +14,10 @@ from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import Lengths
-from pyrl_ext.pack.schedule import (
-    Group,
-    Schedule,
-    Scheduler,
-    plan_dynamic_cp,
-    plan_microbatches,
-)
+from pyrl_ext.pack.schedule import Group, Schedule, Scheduler, plan_microbatches
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.cp_groups import costs_of, cp_groups
+from tests.helpers.dynamic_cp import planned
 from tests.helpers.pictures import write_run
 from tests.helpers.tiny import tiny_plan
 
@@ -166,15 +161,11 @@ def test_schedule_renumbered_names_other_samples():
     assert schedule.digest != plan_microbatches([5, 7, 9], 1, 10).digest
 
 
-def test_schedule_to_json_names_every_group():
-    found = json.loads(plan_microbatches([5, 7], 2, 10, cp_size=2).to_json())
-    assert found["num_ranks"] == 4 and found["makespan"] is None
-    assert found["microbatches"] == [
-        [
-            {"ranks": [0, 1], "cp_size": 2, "samples": [1]},
-            {"ranks": [2, 3], "cp_size": 2, "samples": [0]},
-        ]
-    ]
+def test_schedule_names_every_group():
+    schedule = plan_microbatches([5, 7], 2, 10, cp_size=2)
+    assert schedule.num_ranks == 4 and math.isnan(schedule.makespan)
+    assert schedule.microbatches == ((Group(0, 2, (1,)), Group(2, 2, (0,))),)
+    assert [[*group.ranks] for group in schedule.microbatches[0]] == [[0, 1], [2, 3]]
 
 
 DYNAMIC = (
@@ -194,7 +185,7 @@ def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
     """Each argument written out; lengths at which each of them matters."""
     plan = tiny_plan(*DYNAMIC)
     seqlens = [121, 61, 60, 59, 33, 32, 31, 17, 9, 5, 3, 1, 90, 45]
-    asked = plan_dynamic_cp(
+    asked = planned(
         seqlens,
         8,
         32,

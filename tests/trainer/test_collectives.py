@@ -69,7 +69,6 @@ HOST_NUMBERS = {
     "Policy._sums",
     "Replay.agreement",
     "gather_objects",
-    "gather_bytes",
     "write_digests",
     "_problems",
     # of megatron-core: objects

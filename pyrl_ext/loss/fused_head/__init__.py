@@ -80,6 +80,7 @@ def linear_logprob(
         weight,
         targets,
         group,
+        temperature=temperature,
         valid_vocab=valid_vocab,
         rows=rows,
         chunk_bytes=chunk_bytes,
@@ -88,8 +89,7 @@ def linear_logprob(
         main_grad=main_grad,
         kept=kept,
     )
-    chosen, scale = call.targets_and_scale(targets, temperature, weight.dtype)
-    logprob, entropy = _apply(_LinearLogprob, hidden.contiguous(), weight, chosen, scale, call)
+    logprob, entropy = _apply(_LinearLogprob, hidden.contiguous(), weight, call)
     return call.scattered(logprob, len(targets)), call.scattered(entropy, len(targets))
 
 
@@ -135,6 +135,7 @@ def linear_logprob_loss(
         weight,
         targets,
         group,
+        temperature=temperature,
         valid_vocab=valid_vocab,
         rows=rows,
         chunk_bytes=chunk_bytes,
@@ -142,12 +143,7 @@ def linear_logprob_loss(
         main_grad=main_grad,
         kept=kept,
     )
-    chosen, scale = call.targets_and_scale(targets, temperature, weight.dtype)
-    tokens = call.order
-    if tokens is None:
-        tokens = torch.arange(len(targets), device=targets.device)
-    hidden = hidden.contiguous()
-    return _apply(_LinearLogprobLoss, hidden, weight, chosen, scale, tokens, call, loss_fn)
+    return _apply(_LinearLogprobLoss, hidden.contiguous(), weight, call, loss_fn)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -157,10 +153,10 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, call: CallPlan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: CallPlan) -> tuple[Tensor, Tensor]:
         head = Head(weight, call)
+        targets = call.targets
+        scale = call.scale
         budget = call.cache_bytes if any(ctx.needs_input_grad) else 0
         stats = scale.new_empty(4, len(targets))
         cached: CachedLogits = []
@@ -183,9 +179,9 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, weight, targets, scale, top, log_sum, entropy, *flat = ctx.saved_tensors
-        vectors = (targets, scale, top, log_sum, entropy, *grads)
         call = ctx.call
-        head = Head(weight, ctx.call)
+        vectors = (targets, scale, top, log_sum, entropy, *grads)
+        head = Head(weight, call)
         cached = list(zip(flat[::2], flat[1::2], strict=True))
         hidden_grad = HiddenGrad(hidden, call)
         total = ctx.main_grad
@@ -201,7 +197,7 @@ class _LinearLogprob(torch.autograd.Function):
             weight_grad = stand_in(weight)
         elif wanted:
             weight_grad = total.to(weight.dtype)
-        return hidden_grad.wait(), weight_grad, None, None, None
+        return hidden_grad.wait(), weight_grad, None
 
 
 class _LinearLogprobLoss(torch.autograd.Function):
@@ -210,13 +206,15 @@ class _LinearLogprobLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        scale: Tensor,
-        tokens: Tensor,
         call: CallPlan,
         loss_fn: LossOfChunk,
     ) -> Tensor:
         head = Head(weight, call)
+        targets = call.targets
+        scale = call.scale
+        tokens = call.order
+        if tokens is None:
+            tokens = torch.arange(len(targets), device=targets.device)
         wanted = any(ctx.needs_input_grad)
         loss_sum = scale.new_zeros(())
         hidden_grad = HiddenGrad(hidden, call) if wanted else None
@@ -246,7 +244,7 @@ class _LinearLogprobLoss(torch.autograd.Function):
             weight_grad = stand_in(weight)
         elif total is not None:
             weight_grad = torch.mul(total, grad, out=torch.empty_like(weight))
-        return hidden_grad * grad, weight_grad, *[None] * 5
+        return hidden_grad * grad, weight_grad, None, None
 
 
 def _loss_and_gradients(

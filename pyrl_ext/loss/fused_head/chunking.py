@@ -35,10 +35,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """A call without its tensors.
+    """A call without hidden states and weights.
 
     Args:
-        where: the function, for messages.
+        targets: [N] int64, of the tokens that are computed, in chunk order.
+        scale: [N], their ``1 / temperature``.
         chunks: together all tokens that are computed.
         order: [N] int64, these tokens in chunk order; None: all, as given.
         group: the ranks that hold the vocabulary; None: this one alone.
@@ -49,7 +50,8 @@ class CallPlan:
         masks: of the tokens in chunk order; None: all of the vocabulary is kept.
     """
 
-    where: str
+    targets: Tensor
+    scale: Tensor
     chunks: list[Chunk]
     order: Tensor | None
     group: dist.ProcessGroup | None
@@ -62,15 +64,6 @@ class CallPlan:
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
-
-    def targets_and_scale(
-        self, targets: Tensor, temperature: float | Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Targets and ``1 / temperature``, checked, [N] each in chunk order."""
-        return (
-            check_targets(self.where, targets, self.valid_vocab, self.order),
-            logit_scale(self.where, temperature, targets, accum_dtype(dtype), self.order),
-        )
 
     def scattered(self, values: Tensor, tokens: int) -> Tensor:
         """[N] in chunk order -> [tokens]; NaN for tokens that were not computed."""
@@ -86,6 +79,7 @@ def plan_call(
     targets: Tensor,
     group: dist.ProcessGroup | None,
     *,
+    temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
     rows: Tensor | None = None,
     chunk_bytes: int,
@@ -94,11 +88,11 @@ def plan_call(
     main_grad: bool = False,
     kept: KeptSets | None = None,
 ) -> CallPlan:
-    """Check shapes and dtypes, and cut the tokens into chunks. Arguments as in `linear_logprob`.
+    """Check the arguments of `linear_logprob`, and cut the tokens into chunks.
 
     Raises:
-        ValueError: shapes, dtypes, ``valid_vocab``, ``rows``, ``weight.main_grad`` or ``kept`` do
-            not fit.
+        ValueError: shapes, dtypes, ``valid_vocab``, ``rows``, ``weight.main_grad``, ``kept``,
+            targets or temperatures do not fit.
     """
     ranks = 1 if group is None else group.size()
     shards = ranks if sequence_parallel else 1
@@ -119,10 +113,12 @@ def plan_call(
             raise ValueError(f"{where}: {len(kept.counts)} kept sets, expected {len(targets)}")
         first = 0 if group is None else group.rank() * weight.shape[0]
         masks = kept.select(on_host).masks(first, weight.shape[0], hidden.device)
+    order = None if rows is None and shards == 1 else to_device(on_host, hidden.device)
     return CallPlan(
-        where=where,
+        targets=check_targets(where, targets, valid_vocab, order),
+        scale=logit_scale(where, temperature, targets, sums, order),
         chunks=chunks,
-        order=None if rows is None and shards == 1 else to_device(on_host, hidden.device),
+        order=order,
         group=group,
         shards=shards,
         valid_vocab=valid_vocab,

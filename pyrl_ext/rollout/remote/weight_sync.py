@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.parallel.buckets import KeptBuckets, Named, names_here
-from pyrl_ext.parallel.collective_errors import agree, gather_objects
+from pyrl_ext.parallel.collective_errors import agree, agreeing, gather_objects
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.broadcast import BROKEN
@@ -406,12 +406,9 @@ class WeightSync:
             failed = self._run(self.router.hold, version)
             self._publish(named, version, only, failed, self.group)
             return
-        error = None
-        try:
+        with agreeing("ServersEngine.load_weights", "weights", self.group) as doing:
+            doing.append(version)
             named = self._keep.take(named, self.publish.shapes)
-        except Exception as caught:  # every rank has to know, or the others wait forever
-            error = caught
-        agree("ServersEngine.load_weights", error, version, "weights", self.group)
         failed = self._run(self.router.hold, version)
         publish = partial(self._publish, named, version, only, failed, self._thread_group)
         self._publishing = self._thread.submit(self._or_stop, publish)
@@ -449,14 +446,12 @@ class WeightSync:
         self.wait()
         assert self._version is not None
         self._unproved = False
-        error = None
-        try:
-            if self._check is not None:
-                self._check.result()
-        except Exception as caught:  # every rank has to know
-            error = caught
+        check = self._check
         self._check = None
-        agree("ServersEngine.samples_stale", error, self._version, "weights", self.group)
+        with agreeing("ServersEngine.samples_stale", "weights", self.group) as doing:
+            doing.append(self._version)
+            if check is not None:
+                check.result()
         reasons = self.publish.prove(self._version, score)
         wrong, *_ = gather_objects(dict(reasons), self.group)
         self.metrics |= self.publish.metrics
@@ -485,9 +480,9 @@ class WeightSync:
     ) -> None:
         begin = time.monotonic()
         reports = gather_objects(failed_here, group)
-        error = None
         servers = list[Server]()
-        try:
+        with agreeing("ServersEngine.load_weights", "weights", group) as doing:
+            doing.append(version)
             if group is None or group.rank() == 0:
                 if only is not None:
                     where = "ServersEngine.load_weights"
@@ -499,9 +494,6 @@ class WeightSync:
                     ready, self.publish.loop
                 ).result()
                 servers = [state.server for state in states if only is None or state.used]
-        except Exception as caught:  # every rank has to know, or the others wait forever
-            error = caught
-        agree("ServersEngine.load_weights", error, version, "weights", group)
         failed = self.publish(servers, named, version, only, group)
         results = {server.address: failed.get(server.address) for server in servers}
         tried, *_ = gather_objects(results, group)

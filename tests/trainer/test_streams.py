@@ -1,11 +1,11 @@
-"""The stream on which the trainer works; its passes are in tests/trainer/test_step.py."""
+"""The stream on which the trainer works; its passes are in test_step.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pyrl_ext.parallel.streams import need_stream, stream_of
+from pyrl_ext.trainer.policy import need_stream, stream_of
 
 pytestmark = pytest.mark.multiprocess
 
