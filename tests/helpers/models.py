@@ -2,7 +2,6 @@
 trainer computes of them under a layout."""
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import families
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
@@ -181,21 +177,16 @@ def exact_logprobs(model, batch):
 
 def one_update(plan):
     """(log-probs, metrics, weights before and after) of an update, on this rank."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = random_batch()
         before = {name: tensor.clone() for name, tensor in policy.weights()}
-        sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
+        sizes = policy.topo.dp_size, 128, plan.row_alignment, policy.topo.cp_size
         schedule = plan_microbatches(batch.seqlens, *sizes)
-        logprobs = passes.scores(policy, batch, schedule, replay=False).logprobs
-        metrics = passes.update(
-            policy, batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
-        )
-        return logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
+        scores, metrics = passes.step(policy, batch, schedule, replay=False)
+        return scores.logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
 
 
 def on_rank(group, layouts, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     common = ("replay=off", "optimizer.eps=1e-2")
     return {
         name: one_update(plan_of(folder / model, *common, *overrides))
@@ -232,8 +223,7 @@ def policy_like_transformers(folder, plan, theirs, batch, atol):
     """The policy that one process builds of the checkpoint in `folder`, and the tensors that come
     back, after a comparison with transformers' model `theirs`: log-probs, tensors, their sizes."""
     assert plan.unsupported == ()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         scores = passes.scores(policy, batch, schedule, replay=False)
         back = {name: tensor.clone() for name, tensor in policy.weights()}

@@ -160,7 +160,7 @@ def _environment(device: str) -> dict[str, str]:
 
 def _rank_main(rank, world_size, backend, folder, rules, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
-    os.environ.update(environment)
+    os.environ.update(environment, WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     if backend == GPU_BACKENDS:
         os.environ["LOCAL_RANK"] = str(rank)

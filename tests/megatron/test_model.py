@@ -38,8 +38,7 @@ def test_scores_agree_with_transformers(tmp_path, pattern):
     (tmp_path / "config.json").write_text(json.dumps(hf))
     plan = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3")
     batch = random_batch(9)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         save_safetensors(tmp_path, policy.weights(), plan.hf)
         scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -1,7 +1,6 @@
 """Checkpoint folders: what is read, what is written, and what is refused."""
 
 import json
-import os
 import resource
 import shutil
 
@@ -108,14 +107,14 @@ class Counted:
 def there_and_back(source, out, *overrides):
     """Read a folder and write it to ``out``; (bytes read, bytes held) of the weights here."""
     plan = plan_of(source, *COMMON, *overrides)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         limit = int(sum(f.stat().st_size for f in source.glob("*.safetensors")) / THIRD)
-        save_checkpoint_hf(out, policy.weights(), plan, topo, max_shard_bytes=limit)
-        live = policy.llm.named_parameters()
+        save_checkpoint_hf(out, policy.weights(), plan, policy.topo, max_shard_bytes=limit)
+        llm = policy.llm
+        live = llm.named_parameters()
         folder = SafetensorsFolder(source)
         sizes = []
-        weight_table.load(policy.llm.table, live, lambda n: Counted(folder(n), sizes), topo)
+        weight_table.load(llm.table, live, lambda n: Counted(folder(n), sizes), llm.topo)
         return sum(sizes), sum(tensor.nbytes for tensor in live.values())
 
 
@@ -132,7 +131,6 @@ def jobs():
 
 
 def on_rank(group, models):
-    os.environ["WORLD_SIZE"] = str(group.size())
     torch.set_num_threads(1)
     found = {}
     for name, (source, overrides) in jobs():
@@ -148,13 +146,12 @@ def on_rank(group, models):
 def fill_disk(models):
     """The error on this rank when the main rank's file system takes no more than 100 kB a file."""
     plan = plan_of(models / "tied", *COMMON, *LAYOUTS["tp2"])
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if topo.is_main:
+        if policy.topo.is_main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            save_checkpoint_hf(models / "full", policy.weights(), plan, topo)
+            save_checkpoint_hf(models / "full", policy.weights(), plan, policy.topo)
         except OSError as error:
             return str(error)
         finally:
@@ -192,10 +189,10 @@ def test_save_checkpoint_hf_writes_what_transformers_loads(models, tmp_path, nam
     batch = random_batch(9)
     batch = batch.with_(tokens=batch.tokens % 125, targets=batch.targets % 125)
     plan = plan_of(models / name, *COMMON)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         ours = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
-        save_checkpoint_hf(tmp_path / "out", policy.weights(), plan, topo, max_shard_bytes=100_000)
+        out = tmp_path / "out"
+        save_checkpoint_hf(out, policy.weights(), plan, policy.topo, max_shard_bytes=100_000)
     theirs, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
         tmp_path / "out", output_loading_info=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ LAYOUTS = {1: {"shared": ()}, 3: {"own": OWN, "frozen": (*OWN, "modules.vision.t
 
 
 def measured(group: Any) -> dict[str, dict[str, Any]]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     torch.use_deterministic_algorithms(False)  # else operators save more
     found = {}
     for name, words in LAYOUTS[group.size()].items():

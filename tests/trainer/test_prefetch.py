@@ -7,10 +7,8 @@ import torch
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer import prefetch
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.late_upload import LateUpload
 from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
@@ -25,8 +23,7 @@ def test_microbatches_come_once_and_one_ahead_at_most():
     plan = tiny_plan()
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
         taken = []
         for _, ready in prefetch.microbatches(0):
@@ -51,8 +48,7 @@ def test_microbatches_come_once_and_one_ahead_at_most():
 def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, reported):
     plan = compiled("glm mtp 2", tmp_path)
     batch = batches(plan, mtp_routes=reported)[0]
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         prefetch = passes.prefetch(policy, batch, schedule_of([range(8)]), replayed=True, depths=2)
         _, ready = next(prefetch.microbatches(0))
         policy.llm.replay.use(0, ready.routes)
@@ -81,8 +77,7 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
     (tmp_path / "config.json").write_text(json.dumps(hf | small))
     plan = tiny_plan(f"model.config={tmp_path}/config.json")
     batch = random_batch(3).with_(routes=None, layer_ids=())
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = schedule_of([range(3)], [()])
         prefetch = passes.prefetch(policy, batch, schedule, replayed=False)
         routes = [ready.routes for _, ready in prefetch.microbatches(0)]
@@ -99,8 +94,7 @@ def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytes
     plan = tiny_plan("objective.reduction=sequence")
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         found = []
         for upload in (prefetch.Upload, LateUpload):
             monkeypatch.setattr(prefetch, "Upload", upload)
@@ -119,8 +113,7 @@ def test_microbatches_never_wait_for_the_device():
     plan = tiny_plan("device=cuda")
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         for _ in range(2):  # the first allocates
             prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
             torch.cuda.synchronize()
