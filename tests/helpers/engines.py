@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,9 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.configs import hf_of
 
-GLM: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "configs/tiny/config.json").read_text()
-)
-
-
+GLM = hf_of()
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 96,

@@ -3,7 +3,6 @@ trainer computes of them under a layout."""
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from benchmarks import families
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.counts import parameters
 from tests.helpers import passes
+from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -145,7 +144,7 @@ TRAINED = {
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 
-HF = json.loads((QWEN3.parent / "tiny_qwen3/config.json").read_text())
+HF = hf_of("tiny_qwen3")
 
 
 def changed(changes):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 
 from rich.console import Console
 
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.show.terminal import print_plan
+from tests.helpers.configs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 GLM47 = str(REPOSITORY / "configs/glm47.yaml")
 ACCOUNTED = "parallel.account_for_embedding_in_pipeline_split=true"
 PLANS = {

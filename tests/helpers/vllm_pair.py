@@ -17,10 +17,8 @@ from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.adapters import random_tensors
+from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import LOOP
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 # what ranks that train with vLLM have imported when they are forked
 WITH_VLLM = (*LOOP, "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")

@@ -1,10 +1,8 @@
 """A checkpoint of any layout goes on under any other: bit for bit, and with the same numbers."""
 
 import errno
-import json
 import shutil
 import traceback
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,12 +15,13 @@ from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.checkpoints import assert_goes_on, content
+from tests.helpers.configs import CONFIGS, hf_of, write_sizes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+CONFIG = CONFIGS / "tiny.yaml"
 VOCAB = 125  # odd: tp 2 pads it
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 BF16 = "model.dtype=bfloat16"
@@ -96,8 +95,7 @@ def on_rank(group, folder, names):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    write_sizes(folder, hf_of() | {"vocab_size": VOCAB})
     return folder
 
 

@@ -14,16 +14,17 @@ from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.local_layers import LatentAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.models import DEEPSEEK
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
+from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
 # attention of GLM-4.7-Flash, of narrower hidden states
 FLASH = {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 32}
 FLASH |= {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
-TINY = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+TINY = hf_of()
 SHALLOW = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 MODELS = {
     "flash": TINY | SHALLOW | FLASH,

@@ -19,6 +19,7 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -66,9 +67,8 @@ def plan_of(model, folder, *overrides):
         return compiled(model, folder, overrides)
     path = folder / "tied" / "config.json"
     path.parent.mkdir(exist_ok=True)
-    hf = json.loads((parity.CONFIGS / "tiny_qwen3" / "config.json").read_text())
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(hf | {"tie_word_embeddings": True}))
+    written.write_text(json.dumps(hf_of("tiny_qwen3") | {"tie_word_embeddings": True}))
     written.rename(path)
     config = f"model.config={path}"
     return compile_plan(parity.CONFIGS / "tiny_qwen3.yaml", (config, *parity.COMMON, *overrides))

@@ -1,6 +1,5 @@
 """Model families: their sizes are those of transformers' models, and of what was published."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers import passes
+from tests.helpers.configs import write_sizes
 from tests.helpers.models import (
     COUNTED,
     DEEPSEEK,
@@ -249,8 +249,7 @@ MULTI_TOKEN |= {
 def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path, hf, more, names, centre):
     """Its layer is one of transformers' decoder layers, between what checkpoints name."""
     hf = hf | {"num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    config = (f"model.config={tmp_path}/config.json", f"model.family={hf['model_type']}")
+    config = (write_sizes(tmp_path, hf), f"model.family={hf['model_type']}")
     plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
     batch = random_batch(9)
     batch = passes.select(batch, [batch.seqlens.index(max(batch.seqlens))])

@@ -18,10 +18,9 @@ from pyrl_ext.models.hf_folder import (
     written_config,
 )
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.models import (
     DEEPSEEK,
     GLM,
@@ -37,7 +36,7 @@ from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 pytestmark = pytest.mark.multiprocess
 
 TOKENIZER = CONFIG.parent / "tiny"
-LITE = json.loads((TOKENIZER / "config.json").read_text())
+LITE = hf_of()
 FAMILIES = {
     "glm4_moe_lite": LITE,
     "glm4_moe": GLM | {"num_hidden_layers": 4},
@@ -173,9 +172,7 @@ def test_save_checkpoint_hf_restores_every_tensor(models, tmp_path, name, source
 
 def test_written_config_describes_the_checkpoint(tmp_path):
     quantised = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
-    hf = LITE | quantised | {"torch_dtype": "float32"}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    plan = tiny_plan(f"model.config={tmp_path}/config.json")
+    plan = tiny_plan(write_sizes(tmp_path, LITE | quantised | {"torch_dtype": "float32"}))
     assert written_config(plan, "bfloat16") == LITE | {
         "num_nextn_predict_layers": 0,  # model.mtp is off
         "dtype": "bfloat16",
@@ -335,8 +332,8 @@ def read_changed(models, tmp_path, name, changes):
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(models / name / "config.json", tmp_path)
     plan = plan_of(tmp_path, *COMMON)
-    with topology.start(plan) as topo:
-        return {n: t.clone() for n, t in Policy.build(plan, topo).weights()}
+    with passes.built(plan) as policy:
+        return {n: t.clone() for n, t in policy.weights()}
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -1,6 +1,5 @@
 """transformers + peft and the trainer compute the same with the same adapter, for every family."""
 
-import json
 import warnings
 
 import pytest
@@ -15,6 +14,7 @@ from pyrl_ext.tools import export
 from pyrl_ext.tools.export import factors
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.lora import adapters_of, draw_b
 from tests.helpers.models import (
     DEEPSEEK,
@@ -26,11 +26,11 @@ from tests.helpers.models import (
     plan_of,
     write_model,
 )
-from tests.helpers.tiny import CONFIG, random_batch
+from tests.helpers.tiny import random_batch
 
 pytestmark = pytest.mark.multiprocess
 
-LITE = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+LITE = hf_of()
 CASES = {  # model, overrides
     "GLM-4.7-Flash": (LITE, ()),
     "GLM-4.7": (GLM, ("lora.expert_rank=8",)),

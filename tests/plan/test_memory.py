@@ -22,12 +22,12 @@ from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
+from tests.helpers.configs import REPOSITORY
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-REPOSITORY = Path(__file__).parents[2]
 SHIPPED = (
     *(REPOSITORY / "configs").glob("*.yaml"),
     *(REPOSITORY / "configs/examples").glob("*.yaml"),

@@ -28,11 +28,12 @@ from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
+from tests.helpers.configs import CONFIGS
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
 pytestmark = pytest.mark.multiprocess
 
-QWEN3_VL = Path(__file__).parents[2] / "configs/qwen3_vl_30b.yaml"
+QWEN3_VL = CONFIGS / "qwen3_vl_30b.yaml"
 
 
 def plan_of(*overrides: str) -> Plan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
@@ -12,8 +10,8 @@ from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, GPUS, TCP
+from tests.helpers.configs import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
 TINY = CONFIGS / "tiny.yaml"
 HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory_utilization=0.9")

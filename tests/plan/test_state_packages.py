@@ -6,8 +6,8 @@ import pytest
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.rules.state_packages import PACKAGES, install
+from tests.helpers.configs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "configs/tiny_qwen3_next.yaml"
 ON_GPU = ("device=cuda", "model.dtype=bfloat16")
 

@@ -3,10 +3,8 @@ megatron runs them, and seconds that follow from them."""
 
 from __future__ import annotations
 
-import json
 import random
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +25,10 @@ from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.phases import STEP_PHASES
 from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
+from tests.helpers.configs import CONFIGS, hf_of
 
 pytestmark = pytest.mark.multiprocess
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
 
 
@@ -120,7 +118,7 @@ def test_model_flops_equal_torchs_count(name: str):
     rows = 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 100, (samples, rows)))
-    sizes = read_sizes(json.loads((CONFIGS / name / "config.json").read_text()))
+    sizes = read_sizes(hf_of(name))
     # eager attention computes the half that no query may see, too
     ours = model_flops(sizes).of(samples * rows, samples * rows**2, samples * rows)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -1,6 +1,5 @@
 """A plan names the package of TransformerEngine that is missing, and imports none."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,8 +7,9 @@ import pytest
 
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.rules.te import INSTALL
+from tests.helpers.configs import CONFIGS, hf_of, write_sizes
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+TINY = CONFIGS / "tiny.yaml"
 TE = ("device=cuda", "model.backend=te")
 
 
@@ -75,10 +75,8 @@ def test_te_problems_without_any_package():
 )
 def test_fp8_widths_are_those_of_a_rank(tmp_path, changes, problem):
     wide = {"moe_intermediate_size": 64, "intermediate_size": 192}
-    hf = json.loads((TINY.parent / "tiny/config.json").read_text()) | wide | changes
-    (tmp_path / "config.json").write_text(json.dumps(hf))
     ranks = ("parallel.tp=4", "parallel.ep=4", "parallel.etp=1")
-    given = (f"model.config={tmp_path}/config.json", "model.dtype=bfloat16", *ranks)
+    given = (write_sizes(tmp_path, hf_of() | wide | changes), "model.dtype=bfloat16", *ranks)
     given = (*TE, *given, "model.fp8=tensorwise", "batching.tokens_per_microbatch=512")
     if problem is None:
         assert compile_plan(TINY, given).model.fp8 == "tensorwise"

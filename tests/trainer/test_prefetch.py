@@ -1,7 +1,5 @@
 """Prefetch: each microbatch once and one ahead at most; a rank takes only the routes it needs."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,8 +8,9 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer import prefetch
 from tests.helpers import passes
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.late_upload import LateUpload
-from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
+from tests.helpers.tiny import EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
 pytestmark = pytest.mark.multiprocess
@@ -71,11 +70,9 @@ def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, r
 @pytest.mark.parametrize("experts", [EXPERTS, 256, 257, 384])
 def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, experts):
     """A rank without samples computes padding alone, whatever type an expert id needs."""
-    hf = json.loads((CONFIG.parent / "tiny" / "config.json").read_text())
     small = {"n_routed_experts": experts, "num_hidden_layers": 2, "moe_intermediate_size": 8}
     small["mlp_layer_types"] = ["dense", "sparse"]
-    (tmp_path / "config.json").write_text(json.dumps(hf | small))
-    plan = tiny_plan(f"model.config={tmp_path}/config.json")
+    plan = tiny_plan(write_sizes(tmp_path, hf_of() | small))
     batch = random_batch(3).with_(routes=None, layer_ids=())
     with passes.built(plan) as policy:
         schedule = schedule_of([range(3)], [()])

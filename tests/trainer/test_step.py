@@ -9,7 +9,6 @@ import time
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +27,13 @@ from pyrl_ext.trainer import policy
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep
+from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
-CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
+CONFIG = CONFIGS / "tiny_sft.yaml"
 LIMIT = 191
 LAYOUT = ("parallel.dp=2", "parallel.dynamic_cp=2", f"batching.tokens_per_microbatch={LIMIT}")
 SMALL = ("batching.samples=6", "data.held_out=3", "batching.minibatches=2")

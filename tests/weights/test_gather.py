@@ -5,7 +5,6 @@ import math
 import os
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +27,7 @@ from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.measured_step import Live
 from tests.helpers.models import COUNTED, FEWER, MODELS
 from tests.helpers.published import in_given_memory
@@ -36,8 +36,8 @@ from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-TINY = json.loads(Path(__file__).parents[2].joinpath("configs/tiny/config.json").read_text())
-TINY_QWEN3 = json.loads(QWEN3.with_suffix("").joinpath("config.json").read_text())
+TINY = hf_of()
+TINY_QWEN3 = hf_of("tiny_qwen3")
 
 
 def written(folder, name, hf):
