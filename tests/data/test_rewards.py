@@ -166,7 +166,7 @@ def acts() -> Iterator[WorkerReward]:
 @pytest.fixture(scope="module")
 def limited() -> Iterator[WorkerReward]:
     """The same with a time limit."""
-    with closing(WorkerReward("tests.helpers.user_rewards:acts", 2.0)) as reward:
+    with closing(WorkerReward("tests.helpers.user_rewards:acts", 6.0)) as reward:
         yield reward
 
 
@@ -216,8 +216,8 @@ def test_score_names_a_failed_call_and_keeps_its_worker(
         ("dies", "its worker process ended with exit code 0, expected the function to return"),
         ("crashes", "its worker process ended with exit code -11"),
         ("leaves a process", "its worker process ended with exit code 4"),
-        ("spins", "no result after 2 s, expected one within data.reward_timeout"),
-        ("waits for a process", "no result after 2 s"),
+        ("spins", "no result after 6 s, expected one within data.reward_timeout"),
+        ("waits for a process", "no result after 6 s"),
     ],
 )
 def test_score_replaces_a_worker_that_ends_or_hangs(

@@ -20,12 +20,13 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     trained_of_stage,
 )
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.lora import factors
 from pyrl_ext.plan.schema.lora import Lora
 from tests.helpers.configs import REPOSITORY, hf_of, problems_of
+from tests.helpers.plan_pages import time_of
 
 TINY = REPOSITORY / "configs/tiny.yaml"
 ON = ("lora.rank=8", "lora.alpha=16")
@@ -190,17 +191,15 @@ def test_published_numbers_are_the_factors_or_what_they_change():
         assert published_numbers(merged) / total == pytest.approx(share, abs=5e-4)
 
 
-def time_of(*overrides: str) -> tuple[StepTime, Plan]:
+def timed(*overrides: str) -> tuple[StepTime, Plan]:
     plan = compile_plan(GLM47_LORA, overrides)
-    time = step_time(plan)
-    assert time is not None
-    return time, plan
+    return time_of(plan), plan
 
 
 def test_step_time_has_no_products_for_gradients_of_a_frozen_base():
     """With recomputation, of four passes over a linear three are left; of attention all four."""
-    tuned, plan = time_of()
-    full, _ = time_of(*FULL)
+    tuned, plan = timed()
+    full, _ = timed(*FULL)
 
     def ratio(name: str) -> float:
         one, other = (

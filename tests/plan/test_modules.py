@@ -29,6 +29,7 @@ from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
 from tests.helpers.configs import CONFIGS
+from tests.helpers.plan_pages import time_of
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
 pytestmark = pytest.mark.multiprocess
@@ -181,9 +182,8 @@ def test_stage_memory_counts_communicators_between_modules():
 
 def test_step_time_has_what_the_language_model_waits():
     def waited(*overrides: str) -> float:
-        time = step_time(plan_of(*overrides))
-        assert time is not None
-        return sum(cost.seconds for cost in time.costs if cost.name == "wait for vision")
+        costs = time_of(plan_of(*overrides)).costs
+        return sum(cost.seconds for cost in costs if cost.name == "wait for vision")
 
     images = "estimate.images=20"
     assert waited(images) > 10 * waited() > 0
@@ -260,9 +260,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
 
 
 def costs_of(*overrides: str) -> dict[tuple[str, str], Cost]:
-    time = step_time(plan_of(*overrides))
-    assert time is not None
-    return {(cost.phase, cost.name): cost for cost in time.costs}
+    return {(cost.phase, cost.name): cost for cost in time_of(plan_of(*overrides)).costs}
 
 
 @pytest.mark.parametrize("train", [True, False])

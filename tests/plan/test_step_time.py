@@ -13,7 +13,7 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.flops import model_flops, update_flops
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.workload import (
     quantiles,
     step_rounds,
@@ -26,24 +26,11 @@ from pyrl_ext.plan.model.hardware import GPUS, exchange_rate, group_rate, parse_
 from pyrl_ext.plan.phases import STEP_PHASES
 from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
 from tests.helpers.configs import CONFIGS, hf_of
+from tests.helpers.plan_pages import glm47, time_of
 
 pytestmark = pytest.mark.multiprocess
 
 GLM47 = CONFIGS / "glm47.yaml"
-
-
-def glm47(*overrides: str) -> Plan:
-    """The shipped plan where everything fits, with an engine a rank."""
-    base = {"hardware.memory": 10**13, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
-    given = {each.partition("=")[0] for each in overrides}
-    kept = [f"{key}={value}" for key, value in base.items() if key not in given]
-    return compile_plan(GLM47, [*kept, *overrides])
-
-
-def time_of(plan: Plan) -> StepTime:
-    found = step_time(plan)
-    assert found is not None
-    return found
 
 
 def amounts(plan: Plan, phase: str) -> dict[str, float]:

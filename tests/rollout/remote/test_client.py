@@ -84,11 +84,11 @@ async def test_generate_waits_longer_for_a_server_that_generates_for_others():
 
 
 async def test_generate_is_patient_while_weights_are_published():
-    async with pair(silence=0.2) as (engine, server):
+    async with pair(silence=3.0) as (engine, server):
         engine.hangs_after = 3
         server.paused = True
         waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(4)
         server.paused = False
         engine.hangs_after = None
         await waiting
