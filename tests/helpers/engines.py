@@ -98,8 +98,8 @@ def engine_of(model: Any, config: dict[str, Any], **options: Any) -> HFEngine:
     return engine
 
 
-def prompts_of(sizes: list[int], vocab: int, seed: int = 0) -> list[Prompt]:
-    rng = np.random.default_rng(seed)
+def prompts_of(sizes: list[int], vocab: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
     return [Prompt(10 + i, tuple(rng.integers(3, vocab, n).tolist())) for i, n in enumerate(sizes)]
 
 

@@ -35,7 +35,6 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    backend: str = "gloo",
     timeout: float = DEADLINE,
     preload: tuple[str, ...] = LOOP,
     device: str = "cpu",
@@ -58,7 +57,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
         servers = [_server(preload, number) for number in range(min(2, world_size))]
-        backend = GPU_BACKENDS if device == "cuda" else backend
+        backend = GPU_BACKENDS if device == "cuda" else "gloo"
         watch = Watch(Path(folder), world_size) if rules else None
         task = (world_size, backend, folder, rules, _environment(device), fn, args)
         processes = [

@@ -143,11 +143,11 @@ def kimi(state: dict[str, Tensor], heads: int = 4) -> dict[str, Tensor]:
     return renamed
 
 
-def pixels_of(hf: dict[str, Any], grids=GRIDS, seed: int = 1) -> Tensor:
+def pixels_of(hf: dict[str, Any], grids=GRIDS) -> Tensor:
     """[P, patch] of random images."""
     vision = hf["vision_config"]
     each = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return torch.randn(sum(t * h * w for t, h, w in grids), each, generator=generator)
 
 

@@ -435,9 +435,9 @@ async def lost(engine: ServersEngine) -> None:
     engine.router.take_out(engine.router.states[1], "it is lost")
 
 
-def nonsense(field: str, value: Any) -> Any:
+def with_routes(value: Any) -> Any:
     def twist(request: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        messages[-1]["choices"][0][field] = value
+        messages[-1]["choices"][0]["routed_experts"] = value
         return messages
 
     return twist
@@ -446,9 +446,9 @@ def nonsense(field: str, value: Any) -> Any:
 def test_engine_checks_routes_and_tokens_against_the_model(engines: list[HttpEngine]):
     rows = rows_of([5] * 30, 0, 11)
     messages = {
-        "no routes": nonsense("routed_experts", None),
-        "experts 0 to 9": nonsense("routed_experts", encode_routes(rows % 2 * 9)),
-        r"routes \(11, 3, 2\)": nonsense("routed_experts", encode_routes(rows[:, :3])),
+        "no routes": with_routes(None),
+        "experts 0 to 9": with_routes(encode_routes(rows % 2 * 9)),
+        r"routes \(11, 3, 2\)": with_routes(encode_routes(rows[:, :3])),
     }
     for message, twist in messages.items():
         engines[1].twist = twist
