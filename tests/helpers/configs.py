@@ -32,6 +32,16 @@ def problems_of(path: Path | str, *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def install(folder: Path, name: str, version: str, *files: str) -> None:
+    """Write the files that pip writes of a package; they fail where they are imported."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("raise AssertionError('imported')")
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def hf_of(name: str = "tiny") -> dict[str, Any]:
     """HF config of a shipped model."""
     return json.loads((CONFIGS / name / "config.json").read_text())
