@@ -15,6 +15,7 @@ from typing import Any
 
 from pyrl_ext.data.environment import Context, EnvironmentHost, StepResult
 from pyrl_ext.prompt import Prompt
+from tests.helpers.user_rewards import changes_folder, forks, prints
 
 
 class Carried:
@@ -140,12 +141,6 @@ class Acts(Good):
         return super().step(tokens, text)
 
 
-def fork() -> None:
-    """The child process returns as well."""
-    if (child := os.fork()) > 0:
-        os.waitpid(child, 0)
-
-
 class Returns(Good):
     """Each turn has this result."""
 
@@ -188,9 +183,9 @@ GOOD: dict[str, Make] = {
     "GoodAsync": GoodAsync,
     "ClosesBadly": ClosesBadly,
     "HugeInfo": HugeInfo,
-    "ChangesFolder": partial(Acts, partial(os.chdir, "/")),
-    "Forks": partial(Acts, fork),
-    "Prints": partial(Acts, partial(os.write, 1, b"\x80\x05 is no message\n")),
+    "ChangesFolder": partial(Acts, changes_folder),
+    "Forks": partial(Acts, forks),
+    "Prints": partial(Acts, prints),
 }
 """Environments that are kept."""
 HOSTILE: dict[str, tuple[Make, str]] = {

@@ -13,8 +13,9 @@ from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.identity import identity_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import rows_of
 from tests.helpers.server_processes import server_processes
-from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
+from tests.helpers.server_runs import COMMON, assert_same, over, run
 from tests.helpers.servers import running
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
