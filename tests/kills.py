@@ -39,7 +39,7 @@ from pyrl_ext.train.serve import healthy
 from tests.helpers.checkpoints import content
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
-from tests.helpers.server_runs import rows_of
+from tests.helpers.rows import rows_of
 from tests.helpers.tiny import CONFIG, QUICK
 
 ROOT = Path(__file__).parents[1]

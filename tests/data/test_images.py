@@ -18,10 +18,11 @@ from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.sft import Encoder, SftSource
+from tests.helpers.configs import CONFIGS
 
 pytestmark = pytest.mark.multiprocess
 
-VL = Path(__file__).parents[2] / "configs" / "tiny_vl"
+VL = CONFIGS / "tiny_vl"
 PAD = 104
 START = 105
 END = 106

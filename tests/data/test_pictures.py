@@ -1,7 +1,6 @@
 """The task over images: what its pictures show, its streams of prompts and its credit."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from pyrl_ext.data.images import ImageReader
 from pyrl_ext.data.pictures import COLOURS, Pictures, Scene, draw_scene, paint
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan.task_options import PictureOptions
+from tests.helpers.configs import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 VL = CONFIGS / "tiny_vl"
 PAD = 104
 START = 105

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.tokenizer import load_tokenizer
+from tests.helpers.configs import hf_of
 from tests.helpers.prompts import CONFIGS
 
 
@@ -25,7 +25,7 @@ def test_load_tokenizer_has_a_token_for_each_character():
     assert sorted(set(ids)) == list(range(7, 104))
     assert tokenizer("\u00e9")["input_ids"] == [3]
     assert tokenizer.decode([*ids[:4], 1], skip_special_tokens=True) == text[:4]
-    config = json.loads((CONFIGS / "tiny/config.json").read_text())
+    config = hf_of()
     for name in ("pad", "eos", "bos"):
         assert config[f"{name}_token_id"] == getattr(tokenizer, f"{name}_token_id")
     assert config["vocab_size"] == len(tokenizer)

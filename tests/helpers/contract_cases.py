@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_map
 from pyrl_ext import ops
 from pyrl_ext.ops._op import Op
 
-INT = torch.int64
-
 
 def every_op() -> dict[str, Op]:
     """The operators of the package, by name."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,9 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.configs import hf_of
 
-GLM: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "configs/tiny/config.json").read_text()
-)
-
-
+GLM = hf_of()
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": 96,
@@ -73,19 +68,27 @@ def checkpoint(model: Any) -> dict[str, torch.Tensor]:
         from tests.helpers.vision import kimi  # needs megatron
 
         return kimi(model.state_dict(), model.config.vision_config.num_attention_heads)
-    found = {}
-    tied = model.config.tie_word_embeddings
-    for name, value in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(value):
-                stem = name.removesuffix("gate_up_proj") + f"{expert}."
-                gate, up = both.chunk(2)
-                found[stem + "gate_proj.weight"], found[stem + "up_proj.weight"] = gate, up
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(value):
-                found[name.removesuffix("down_proj") + f"{expert}.down_proj.weight"] = down
-        elif not (tied and name == "lm_head.weight"):
+    found = single_experts(model.state_dict())
+    if model.config.tie_word_embeddings:
+        found.pop("lm_head.weight")
+    return found
+
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def single_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, of each expert alone where a layer's experts are in one."""
+    found = dict[str, Tensor]()
+    for name, value in state.items():
+        stem, _, kind = name.partition(".experts.")
+        if kind not in FUSED:
             found[name] = value
+            continue
+        for expert, rows in enumerate(value):
+            parts = rows.chunk(len(FUSED[kind]))
+            for part, own in zip(FUSED[kind], parts, strict=True):
+                found[f"{stem}.experts.{expert}.{part}.weight"] = own
     return found
 
 
@@ -95,8 +98,8 @@ def engine_of(model: Any, config: dict[str, Any], **options: Any) -> HFEngine:
     return engine
 
 
-def prompts_of(sizes: list[int], vocab: int, seed: int = 0) -> list[Prompt]:
-    rng = np.random.default_rng(seed)
+def prompts_of(sizes: list[int], vocab: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
     return [Prompt(10 + i, tuple(rng.integers(3, vocab, n).tolist())) for i, n in enumerate(sizes)]
 
 

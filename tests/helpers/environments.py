@@ -9,10 +9,13 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pyrl_ext.data.environment import Context, EnvironmentHost, StepResult
 from pyrl_ext.prompt import Prompt
+from tests.helpers.user_rewards import changes_folder, forks, prints
 
 
 class Carried:
@@ -69,24 +72,18 @@ class RaisesWhenMade(Good):
         raise OSError("no container")
 
 
-class RaisesInStep(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        raise KeyError("state")
+class Raises(Good):
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self.error = error
 
-
-class RaisesBase(Good):
     def step(self, tokens: list[int], text: str) -> Any:
-        raise BaseException("nothing catches me")
+        raise self.error
 
 
 class Interrupts(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
         raise KeyboardInterrupt
-
-
-class Exits(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        sys.exit(0)
 
 
 class ExitsInTask(Good):
@@ -132,112 +129,37 @@ class SpinsAsync(Good):
             pass
 
 
-class Dies(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        os._exit(3)
+class Acts(Good):
+    """Calls ``act`` before it answers."""
 
-
-class Waits(Good):
-    async def step(self, tokens: list[int], text: str) -> Any:
-        await asyncio.sleep(60)
-
-
-class Forks(Good):
-    """Its child process returns from the call as well."""
+    def __init__(self, act: Callable[[], object]):
+        super().__init__()
+        self.act = act
 
     def step(self, tokens: list[int], text: str) -> Any:
-        if (child := os.fork()) > 0:
-            os.waitpid(child, 0)
+        self.act()
         return super().step(tokens, text)
 
 
-class Prints(Good):
+class Returns(Good):
+    """Each turn has this result."""
+
+    def __init__(self, result: Any):
+        super().__init__()
+        self.result = result
+
     def step(self, tokens: list[int], text: str) -> Any:
-        os.write(1, b"\x80\x05 is no message\n")
-        return super().step(tokens, text)
+        return self.result
 
 
-class Nan(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return StepResult("ok", float("nan"), False)
-
-
-class Infinite(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return StepResult("ok", float("inf"), True)
-
-
-class RewardText(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return StepResult("ok", "1.0", True)  # type: ignore[arg-type]
-
-
-class WrongTuple(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return "ok", 1.0
-
-
-class ReturnsNone(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return None
-
-
-class DoneText(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return "ok", 1.0, "yes"
-
-
-class Empty(Good):
-    observation = ""
-
-
-class NoObservation(Good):
-    observation = None
-
-
-class ObservesNumber(Good):
-    observation = 3.5
-
-
-class ObservesTexts(Good):
-    observation = ("ok",)
-
-
-class UnknownToken(Good):
-    observation = (5, 100_000)
-
-
-class UnknownCharacter(Good):
-    observation = "\N{SNOWMAN}"
-
-
-class TooLong(Good):
-    observation = "k" * 100
+class Observes(Good):
+    def __init__(self, observation: Any):
+        super().__init__()
+        self.observation = observation
 
 
 class Huge(Good):
     observation = "k" * 10_000_000
-
-
-class NeverDone(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        return "ok", 0.0, False
-
-
-class Rewrites(Good):
-    observation = Context([4, 4, 4, 4, 4])
-
-
-class ChangesFolder(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        os.chdir("/")
-        return super().step(tokens, text)
-
-
-class ChangesHandler(Good):
-    def step(self, tokens: list[int], text: str) -> Any:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return super().step(tokens, text)
 
 
 class LongPrompt(Good):
@@ -255,40 +177,56 @@ class HugeInfo(Good):
         return super().step(tokens, text)._replace(info=bytearray(100_000_000))
 
 
-HOSTILE: dict[type[Good], str] = {
-    RaisesInStart: "error",
-    RaisesWhenMade: "error",
-    RaisesInStep: "error",
-    RaisesBase: "error",
-    Interrupts: "error",
-    Exits: "error",
-    ExitsInTask: "timeout",
-    Hangs: "timeout",
-    HangsAsync: "timeout",
-    Swallows: "timeout",
-    Spins: "timeout",
-    Nan: "reward",
-    Infinite: "reward",
-    RewardText: "reward",
-    WrongTuple: "result",
-    ReturnsNone: "result",
-    DoneText: "result",
-    Empty: "empty",
-    NoObservation: "result",
-    ObservesNumber: "result",
-    ObservesTexts: "result",
-    UnknownToken: "tokens",
-    UnknownCharacter: "tokens",
-    TooLong: "observation",
-    Huge: "observation",
-    NeverDone: "turns",
-    Rewrites: "fork",
-    ChangesHandler: "error",
-    LongPrompt: "room",
+Make = Callable[[], Good]
+GOOD: dict[str, Make] = {
+    "Good": Good,
+    "GoodAsync": GoodAsync,
+    "ClosesBadly": ClosesBadly,
+    "HugeInfo": HugeInfo,
+    "ChangesFolder": partial(Acts, changes_folder),
+    "Forks": partial(Acts, forks),
+    "Prints": partial(Acts, prints),
 }
-"""Environment -> the reason for which its trajectories are dropped; its worker goes on."""
-
-ENDS_WORKER: dict[type[Good], str] = {SpinsAsync: "timeout", Dies: "lost"}
+"""Environments that are kept."""
+HOSTILE: dict[str, tuple[Make, str]] = {
+    "RaisesInStart": (RaisesInStart, "error"),
+    "RaisesWhenMade": (RaisesWhenMade, "error"),
+    "RaisesInStep": (partial(Raises, KeyError("state")), "error"),
+    "RaisesBase": (partial(Raises, BaseException("nothing catches me")), "error"),
+    "Interrupts": (Interrupts, "error"),
+    "Exits": (partial(Raises, SystemExit(0)), "error"),
+    "ExitsInTask": (ExitsInTask, "timeout"),
+    "Hangs": (Hangs, "timeout"),
+    "HangsAsync": (HangsAsync, "timeout"),
+    "Swallows": (Swallows, "timeout"),
+    "Spins": (Spins, "timeout"),
+    "Nan": (partial(Returns, StepResult("ok", float("nan"), False)), "reward"),
+    "Infinite": (partial(Returns, StepResult("ok", float("inf"), True)), "reward"),
+    "RewardText": (partial(Returns, ("ok", "1.0", True)), "reward"),
+    "WrongTuple": (partial(Returns, ("ok", 1.0)), "result"),
+    "ReturnsNone": (partial(Returns, None), "result"),
+    "DoneText": (partial(Returns, ("ok", 1.0, "yes")), "result"),
+    "Empty": (partial(Observes, ""), "empty"),
+    "NoObservation": (partial(Observes, None), "result"),
+    "ObservesNumber": (partial(Observes, 3.5), "result"),
+    "ObservesTexts": (partial(Observes, ("ok",)), "result"),
+    "UnknownToken": (partial(Observes, (5, 100_000)), "tokens"),
+    "UnknownCharacter": (partial(Observes, "\N{SNOWMAN}"), "tokens"),
+    "TooLong": (partial(Observes, "k" * 100), "observation"),
+    "Huge": (Huge, "observation"),
+    "NeverDone": (partial(Returns, ("ok", 0.0, False)), "turns"),
+    "Rewrites": (partial(Observes, Context([4, 4, 4, 4, 4])), "fork"),
+    "ChangesHandler": (
+        partial(Acts, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)),
+        "error",
+    ),
+    "LongPrompt": (LongPrompt, "room"),
+}
+"""Environments, and the reason for which their trajectories are dropped; their worker goes on."""
+ENDS_WORKER: dict[str, tuple[Make, str]] = {
+    "SpinsAsync": (SpinsAsync, "timeout"),
+    "Dies": (partial(Acts, partial(os._exit, 3)), "lost"),
+}
 """The same for environments whose worker is replaced."""
 
 

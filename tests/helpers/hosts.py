@@ -49,12 +49,10 @@ class Host:
     Args:
         name: of the namespace
         address: that nobody but the other hosts sees
-        switch: the switch's namespace, where the cable ends in an interface of the host's name
     """
 
     name: str
     address: str
-    switch: str
 
     def start(self, command: Sequence[str], log: Path, **more: str) -> subprocess.Popen[bytes]:
         """Run a command there, in a namespace of processes; ``more``: its environment."""
@@ -92,12 +90,6 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def pull_cable(self) -> None:
-        ip("-n", self.switch, "link", "set", self.name, "down")
-
-    def plug_cable(self) -> None:
-        ip("-n", self.switch, "link", "set", self.name, "up")
-
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
@@ -110,7 +102,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
         ip("-n", switch, "link", "set", "switch", "up")
         made: list[Host] = []
         for number in range(count):
-            host = Host(f"pyrl-{os.getpid()}-{number}", f"10.93.0.{number + 1}", switch)
+            host = Host(f"pyrl-{os.getpid()}-{number}", f"10.93.0.{number + 1}")
             ip("netns", "add", host.name)
             undo.callback(ip, "netns", "del", host.name)
             undo.callback(host.end)

@@ -63,9 +63,9 @@ class HttpEngine:
         controls: paths of the control calls, counted
     """
 
-    def __init__(self, seconds: float = 0.0, keys: Keys | None = None):
+    def __init__(self, keys: Keys | None = None):
         self.version = 1
-        self.seconds = seconds
+        self.seconds = 0.0
         self.keys = keys or Keys()
         self.stops: int | None = None
         self.hangs_after: int | None = None

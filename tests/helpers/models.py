@@ -2,25 +2,20 @@
 trainer computes of them under a layout."""
 
 import json
-import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks import families
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN3_8B = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -149,7 +144,7 @@ TRAINED = {
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 
-HF = json.loads((QWEN3.parent / "tiny_qwen3/config.json").read_text())
+HF = hf_of("tiny_qwen3")
 
 
 def changed(changes):
@@ -181,21 +176,16 @@ def exact_logprobs(model, batch):
 
 def one_update(plan):
     """(log-probs, metrics, weights before and after) of an update, on this rank."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = random_batch()
         before = {name: tensor.clone() for name, tensor in policy.weights()}
-        sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
+        sizes = policy.topo.dp_size, 128, plan.row_alignment, policy.topo.cp_size
         schedule = plan_microbatches(batch.seqlens, *sizes)
-        logprobs = passes.scores(policy, batch, schedule, replay=False).logprobs
-        metrics = passes.update(
-            policy, batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
-        )
-        return logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
+        scores, metrics = passes.step(policy, batch, schedule, replay=False)
+        return scores.logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
 
 
 def on_rank(group, layouts, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     common = ("replay=off", "optimizer.eps=1e-2")
     return {
         name: one_update(plan_of(folder / model, *common, *overrides))
@@ -228,18 +218,17 @@ def check_layouts(folder, models, layouts, atol=3e-5):
                 torch.testing.assert_close(tensor, want, atol=1e-6, rtol=1e-5, msg=f"{name} {key}")
 
 
-def policy_like_transformers(folder, plan, theirs, batch, atol):
+def policy_like_transformers(folder, plan, theirs, batch):
     """The policy that one process builds of the checkpoint in `folder`, and the tensors that come
     back, after a comparison with transformers' model `theirs`: log-probs, tensors, their sizes."""
     assert plan.unsupported == ()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         scores = passes.scores(policy, batch, schedule, replay=False)
         back = {name: tensor.clone() for name, tensor in policy.weights()}
         live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     want = exact_logprobs(theirs, batch)
-    torch.testing.assert_close(scores.logprobs, want, atol=atol, rtol=1e-6)
+    torch.testing.assert_close(scores.logprobs, want, atol=3e-5, rtol=1e-6)
     saved = load_file(folder / "model.safetensors")
     assert back.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,22 @@ from torch import Tensor
 
 from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.inputs import LossFn
+from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
+from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import weigh_tokens
+
+
+@contextmanager
+def built(plan: Plan, **how: Any) -> Iterator[Policy]:
+    """This rank's policy, in a topology that ends with the block."""
+    with topology.start(plan) as topo:
+        yield Policy.build(plan, topo, **how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +87,15 @@ def accumulate(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -
 def update(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
     """`Policy.update` on a whole batch."""
     return policy.update(weighed(policy, batch, schedule), loss)
+
+
+def step(
+    policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True
+) -> tuple[Scores, dict[str, float]]:
+    """The scores of a whole batch, and an update by the plan's objective to which they are old."""
+    old = scores(policy, batch, schedule, replay)
+    known = batch.with_(old_logprobs=old.logprobs)
+    return old, update(policy, known, schedule, build_loss(policy.plan.objective))
 
 
 def prefetch(policy: Policy, batch: Batch, schedule: Schedule, **options: Any) -> Any:

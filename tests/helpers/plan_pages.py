@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 
 from rich.console import Console
 
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.show.terminal import print_plan
+from tests.helpers.configs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 GLM47 = str(REPOSITORY / "configs/glm47.yaml")
 ACCOUNTED = "parallel.account_for_embedding_in_pipeline_split=true"
 PLANS = {
@@ -26,6 +26,21 @@ PLANS = {
 def plan_of(name: str, *overrides: str) -> Plan:
     path, *given = PLANS[name]
     return compile_plan(path, [*given, *overrides])
+
+
+def glm47(*overrides: str, memory: int = 10**13) -> Plan:
+    """The shipped plan on GPUs of so many bytes, where everything fits, with an engine a rank."""
+    base = {"hardware.memory": memory, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
+    given = {each.partition("=")[0] for each in overrides}
+    kept = [f"{key}={value}" for key, value in base.items() if key not in given]
+    return compile_plan(GLM47, [*kept, *overrides])
+
+
+def time_of(plan: Plan) -> StepTime:
+    """The forecast of a plan that has one."""
+    found = step_time(plan)
+    assert found is not None
+    return found
 
 
 def printed(plan: Plan, width: int, everything: bool = False) -> list[str]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from pyrl_ext.samples import Prompt
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 def write_lines(path: Path, *lines: Any) -> Path:
     """A .jsonl file of records; bytes are written as they are."""

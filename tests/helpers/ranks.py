@@ -35,7 +35,6 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    backend: str = "gloo",
     timeout: float = DEADLINE,
     preload: tuple[str, ...] = LOOP,
     device: str = "cpu",
@@ -58,7 +57,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
         servers = [_server(preload, number) for number in range(min(2, world_size))]
-        backend = GPU_BACKENDS if device == "cuda" else backend
+        backend = GPU_BACKENDS if device == "cuda" else "gloo"
         watch = Watch(Path(folder), world_size) if rules else None
         task = (world_size, backend, folder, rules, _environment(device), fn, args)
         processes = [
@@ -160,7 +159,7 @@ def _environment(device: str) -> dict[str, str]:
 
 def _rank_main(rank, world_size, backend, folder, rules, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
-    os.environ.update(environment)
+    os.environ.update(environment, WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     if backend == GPU_BACKENDS:
         os.environ["LOCAL_RANK"] = str(rank)

@@ -48,13 +48,13 @@ def make_samples(groups: int = 4, size: int = 2, **kwargs) -> list[Sample]:
     ]
 
 
-def with_kept(sample: Sample, vocab_size: int, largest: int = 6) -> Sample:
-    """The sample with sets of up to ``largest`` tokens that each of its response was drawn from."""
+def with_kept(sample: Sample, vocab_size: int) -> Sample:
+    """The sample with sets of up to six tokens that each of its response was drawn from."""
     rng = np.random.default_rng((sample.prompt_id, sample.index, 7))
     counts = [-1] * sample.prompt_len
     ids = []
     for token in sample.response:
-        others = rng.choice(vocab_size, rng.integers(0, largest), replace=False).tolist()
+        others = rng.choice(vocab_size, rng.integers(0, 6), replace=False).tolist()
         counts.append(len({token, *others}))
         ids += sorted({token, *others})
     return replace(

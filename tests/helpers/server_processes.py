@@ -14,10 +14,9 @@ from types import TracebackType
 
 from pyrl_ext.rollout.remote import embedded
 from pyrl_ext.rollout.remote.commands import PARENT
+from tests.helpers.configs import REPOSITORY
 from tests.helpers.ranks import fork
 from tests.helpers.tiny import CONFIG
-
-ROOT = Path(__file__).parents[2]
 
 
 def _serve(
@@ -27,7 +26,7 @@ def _serve(
     os.environ.clear()
     os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     os.environ[PARENT] = str(os.getppid())
-    os.chdir(ROOT)
+    os.chdir(REPOSITORY)
     os.dup2(said.fileno(), 1)
     with log.open("ab") as output:
         os.dup2(output.fileno(), 2)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext import train
-from pyrl_ext.metrics.glossary import check_names
-from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers.rows import rows_of
 from tests.helpers.server_processes import ServerProcess
 from tests.helpers.tiny import CONFIG, QUICK
 
@@ -35,12 +34,6 @@ def run(folder: Path, *overrides: str) -> tuple[int, str]:
 
 def over(servers: list[ServerProcess]) -> str:
     return f"rollout.servers={[each.address for each in servers]}"
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = read_rows(folder / "metrics.jsonl")
-    check_names(set().union(*rows))
-    return rows
 
 
 SAME = ("reward", "loss", "grad_norm", "policy/", "mismatch/", "route/", "rollout/", "eval")

@@ -33,8 +33,6 @@ class Sleeper(Engine):
             continue
         yield from ()
 
-    def close(self) -> None: ...
-
 
 class Echo(Sleeper):
     """Answers a turn with one token, the number of its trajectory."""

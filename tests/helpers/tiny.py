@@ -1,7 +1,6 @@
 """The tiny model's plan and batches of random rows: what the tests of the trainer start from."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,12 @@ def random_routes(rows: int, generator: torch.Generator) -> Tensor:
     return scores.argsort(-1)[..., :TOPK].to(torch.uint8)
 
 
-def random_batch(
-    samples: int = 21, seed: int = 0, unrouted: float = 0.1, kept: int = 0
-) -> WholeBatch:
-    """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route. Loss tokens were
-    drawn from sets of up to ``kept`` tokens, or with 0 from the vocabulary."""
+def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> WholeBatch:
+    """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route."""
     g = torch.Generator().manual_seed(seed)
     seqlens = tuple(torch.randint(1, 24, (samples,), generator=g).tolist())
     rows = sum(seqlens)
-    batch = WholeBatch(
+    return WholeBatch(
         seqlens=seqlens,
         tokens=torch.randint(3, 128, (rows,), generator=g),
         targets=torch.randint(3, 128, (rows,), generator=g),
@@ -98,7 +94,6 @@ def random_batch(
         layer_ids=LAYERS,
         route_mask=torch.rand(rows, generator=g) >= unrouted,
     )
-    return replace(batch, kept=random_sets(batch, kept, g)) if kept else batch
 
 
 def random_sets(batch: Batch, largest: int, generator: torch.Generator) -> KeptSets:

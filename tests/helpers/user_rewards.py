@@ -25,7 +25,7 @@ def sleeps(prompt: Prompt, text: str, tokens: list[int]) -> float:
     return 1.0
 
 
-def _forks() -> float:
+def forks() -> float:
     if (child := os.fork()) > 0:
         os.waitpid(child, 0)
     return 1.0
@@ -38,12 +38,12 @@ def _leaves_a_process() -> float:
     os._exit(4)
 
 
-def _changes_folder() -> float:
+def changes_folder() -> float:
     os.chdir("/")
     return 1.0
 
 
-def _prints() -> float:
+def prints() -> float:
     os.write(1, b"\x80\x05 is no message\n")
     print("neither is this")
     return 1.0
@@ -78,9 +78,9 @@ def _waits_for_a_process() -> float:
 
 ACTIONS: dict[str, Callable[[], Any]] = {
     "good": lambda: 1.0,
-    "forks": _forks,
-    "changes folder": _changes_folder,
-    "prints": _prints,
+    "forks": forks,
+    "changes folder": changes_folder,
+    "prints": prints,
     "parts": lambda: {"right": 1, "format": 0.5},
     "exits": _exits,
     "raises": _raises,

@@ -19,7 +19,7 @@ from pyrl_ext.models import shards, weight_table
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage
-from pyrl_ext.rollout.tensor_names import split_experts
+from tests.helpers.engines import single_experts
 from tests.helpers.models import MOONLIGHT, QWEN35
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 from tests.helpers.towers import ImageBatch, with_images
@@ -93,8 +93,9 @@ def write_model(folder: Path, hf: dict[str, Any]) -> Any:
             value.copy_(value + 0.3 * noise if norm else 0.2 * noise)
     folder.mkdir(parents=True, exist_ok=True)
     state = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    published = {"kimi_k25": kimi, "qwen3_vl_moe": qwen}.get(hf["model_type"], singles)(state)
-    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    published = {"kimi_k25": kimi, "qwen3_vl_moe": qwen}.get(hf["model_type"], single_experts)
+    own = {name: tensor.clone() for name, tensor in published(state).items()}
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf))
     return model
 
@@ -102,15 +103,6 @@ def write_model(folder: Path, hf: dict[str, Any]) -> Any:
 def qwen(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The experts of a layer as columns."""
     return {n: t.mT.contiguous() if ".experts." in n else t for n, t in state.items()}
-
-
-def singles(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The experts of a layer one by one."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        experts = split_experts(name, tensor.shape) or [(name, slice(None), slice(None))]
-        found |= {n: tensor[e, rows].clone() if n != name else tensor for n, e, rows in experts}
-    return found
 
 
 RENAMED = {
@@ -134,14 +126,8 @@ RENAMED = {
 def kimi(state: dict[str, Tensor], heads: int = 4) -> dict[str, Tensor]:
     """Experts one by one, queries, keys and values in one, rotated pairs next to each other."""
     found = {}
-    for name, tensor in state.items():
-        if ".experts." in name:
-            for expert, part in enumerate(tensor):
-                kinds = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
-                at = name.rpartition(".")[0]
-                for kind, piece in zip(kinds, part.chunk(len(kinds)), strict=True):
-                    found[f"{at}.{expert}.{kind}_proj.weight"] = piece
-        elif fused := re.fullmatch(r"(model\.vision_tower.*)\.attn\.q_proj\.(.*)", name):
+    for name, tensor in single_experts(state).items():
+        if fused := re.fullmatch(r"(model\.vision_tower.*)\.attn\.q_proj\.(.*)", name):
             parts = [state[name.replace("q_proj", f"{each}_proj")] for each in "qkv"]
             for i in (0, 1):
                 pairs = parts[i].unflatten(0, (heads, 2, -1)).transpose(1, 2)
@@ -157,11 +143,11 @@ def kimi(state: dict[str, Tensor], heads: int = 4) -> dict[str, Tensor]:
     return renamed
 
 
-def pixels_of(hf: dict[str, Any], grids=GRIDS, seed: int = 1) -> Tensor:
+def pixels_of(hf: dict[str, Any], grids=GRIDS) -> Tensor:
     """[P, patch] of random images."""
     vision = hf["vision_config"]
     each = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     return torch.randn(sum(t * h * w for t, h, w in grids), each, generator=generator)
 
 

@@ -16,10 +16,9 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.adapters import random_tensors
+from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import LOOP
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 # what ranks that train with vLLM have imported when they are forked
 WITH_VLLM = (*LOOP, "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
@@ -38,13 +37,7 @@ def join_vllm(group: Any) -> None:
 
 
 def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, large enough that a wrong one shows."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for name, (view,) in hf._destinations.parts.items():
-        noise = torch.randn(view.shape, generator=g)
-        found.append((name, 1 + 0.1 * noise if "norm" in name else 0.08 * noise))
-    return found
+    return [*random_tensors(hf, seed).items()]
 
 
 class Pair:

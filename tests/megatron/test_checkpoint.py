@@ -1,30 +1,27 @@
 """A checkpoint of any layout goes on under any other: bit for bit, and with the same numbers."""
 
 import errno
-import json
-import os
 import shutil
 import traceback
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.checkpoints import assert_goes_on, content
+from tests.helpers.configs import CONFIGS, hf_of, write_sizes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+CONFIG = CONFIGS / "tiny.yaml"
 VOCAB = 125  # odd: tp 2 pads it
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 BF16 = "model.dtype=bfloat16"
@@ -70,15 +67,10 @@ def plan_of(folder, *overrides):
 
 def step(policy):
     """One update on the same rows in every layout."""
-    plan = policy.plan
-    topo = policy.topo
     batch = random_batch()
     batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
-    limit = plan.batching.tokens_per_microbatch
-    align = plan.row_alignment
-    schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
-    batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule).logprobs)
-    metrics = passes.update(policy, batch, schedule, build_loss(plan.objective))
+    schedule = Scheduler(policy.plan).schedule(batch.seqlens)
+    _, metrics = passes.step(policy, batch, schedule)
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
 
 
@@ -86,8 +78,7 @@ def go_on(folder, name):
     """(updates, metrics, weights) after the step of a job, on this rank."""
     job = JOBS[name]
     plan = plan_of(folder, *job.overrides)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         policy.load(folder / job.source)
         if name not in ONE:
             policy.save(folder / f"{name}, loaded")
@@ -98,15 +89,13 @@ def go_on(folder, name):
 
 
 def on_rank(group, folder, names):
-    os.environ["WORLD_SIZE"] = str(group.size())
     return {name: go_on(folder, name) for name in names}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    write_sizes(folder, hf_of() | {"vocab_size": VOCAB})
     return folder
 
 
@@ -116,8 +105,7 @@ def never_stopped(folder):
     found = {}
     for dtype, name in (("float32", "one"), ("bfloat16", "bf16 one")):
         plan = plan_of(folder, f"model.dtype={dtype}")
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(plan) as policy:
             steps = {}
             for updates in range(1, 6):
                 steps[updates] = step(policy)
@@ -177,8 +165,7 @@ def test_load_restores_what_save_wrote(name, results, folder):
 
 
 def test_load_names_the_fields_of_another_plan(tmp_path):
-    with topology.start(plan := tiny_plan()) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan := tiny_plan()) as policy:
         policy.save(tmp_path / "step-0")
         same = compile_plan(plan.source, ["steps=7", "parallel.dp=2"])
         assert (same.fingerprint == plan.fingerprint) == (same.diff(plan) == ())
@@ -259,14 +246,12 @@ def test_load_names_the_file_with_a_changed_bit(pair):
 
 
 def damaged_on_ranks(group, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     plan = tiny_plan(DP2)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         policy.save(folder / "step-3")
         policy.load(folder / "step-3")
         torch.distributed.barrier()  # the other rank still reads the whole file
-        if topo.is_main:
+        if policy.topo.is_main:
             file = folder / "step-3" / "__0_0.distcp"
             file.write_bytes(file.read_bytes() + b"more")
         torch.distributed.barrier()

@@ -1,6 +1,5 @@
 """Tokens to the rows of their experts and back, against megatron's permutation."""
 
-import os
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +14,6 @@ from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.expert_rows import RowDispatcher
 from pyrl_ext.ops import expert_rows, gather_rows, invert_rows, sum_rows
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.replay import routed_experts
 from pyrl_ext.trainer.policy import Policy, Scores
 from tests.helpers import passes
@@ -87,8 +85,7 @@ class Named(TorchDispatchMode):
 
 
 def test_RowDispatcher_takes_the_place_of_sorting_and_scattered_sums():
-    with topology.start(plan := tiny_plan()) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan := tiny_plan()) as policy:
         layers = [m for chunk in policy.llm.chunks for m in chunk.modules()]
         dispatchers = [m.token_dispatcher for m in layers if hasattr(m, "token_dispatcher")]
         assert len(dispatchers) == 3 and {type(d) for d in dispatchers} == {RowDispatcher}
@@ -132,11 +129,9 @@ def two_passes(policy: Policy, unrouted: float) -> Passes:
 
 
 def spread_on_rank(group: Any) -> dict[str, list[int]]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     waits = {}
     for name, layout in SPREAD.items():
-        with topology.start(plan := tiny_plan(*layout)) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(tiny_plan(*layout)) as policy:
             known = two_passes(policy, 0.0)
             with patch.object(routed_experts, "_sent", return_value=None):
                 waited = two_passes(policy, 0.0)

@@ -6,7 +6,6 @@ the plan is compiled.
 """
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,8 +144,7 @@ def reads_of(name: str, at_once: bool) -> Iterator[list[str]]:
 
 
 def train_step(plan: Plan) -> Outcome:
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         loss = build_loss(plan.objective)
         before = parity.trained(policy)
         batch = parity.batches(plan, mtp_routes=False)[0]
@@ -174,7 +172,6 @@ def on_one(group: Any, folder: Path) -> dict[str, Any]:
 
     Returns: title of a row -> who read the field, and how far the step is from that without it.
     """
-    os.environ["WORLD_SIZE"] = "1"
     plain = dict[str, Outcome]()
     found = dict[str, Any]()
     for row in ROWS:
@@ -194,7 +191,6 @@ def on_one(group: Any, folder: Path) -> dict[str, Any]:
 def on_two(group: Any, folder: Path) -> dict[str, Any]:
     """Deviations of each step of two ranks from one process: from its step with the same field if
     the field changes numbers, else from its step without any."""
-    os.environ["WORLD_SIZE"] = "2"
     found = dict[str, Any]()
     for row in ROWS:
         if not row.layout:

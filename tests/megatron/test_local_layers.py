@@ -1,7 +1,6 @@
 """Latent attention that gathers latents, against keys and values of all heads and one process."""
 
 import json
-import os
 from collections import Counter
 from functools import cache
 from typing import NamedTuple
@@ -14,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.local_layers import LatentAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.parallel import topology
-from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.models import DEEPSEEK
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
+from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
 # attention of GLM-4.7-Flash, of narrower hidden states
 FLASH = {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 32}
 FLASH |= {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
-TINY = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+TINY = hf_of()
 SHALLOW = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 MODELS = {
     "flash": TINY | SHALLOW | FLASH,
@@ -86,11 +85,10 @@ class Found(NamedTuple):
 
 def both_ways(plan):
     """{gathers latents: Found}; one process does not gather."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         layers = [m for m in policy.llm.models[0].modules() if isinstance(m, LatentAttention)]
         layer = layers[0].requires_grad_(True).train()
-        place = topo.place(max(topo.cp_groups))
+        place = policy.topo.place(max(policy.topo.cp_groups))
         assert layer.gathers_latents == (place.cp_size > 1)  # as the plan says
         ways = (True, False) if place.cp_size > 1 else (False,)
         return {way: of_attention(layer, plan, place, way) for way in ways}
@@ -137,7 +135,6 @@ def unsharded(weight, gradient, place):
 
 
 def on_rank(group, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {}
     for layout, (overrides, variants) in LAYOUTS[group.size()].items():
         for variant in variants:

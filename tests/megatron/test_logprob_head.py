@@ -19,6 +19,7 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -66,9 +67,8 @@ def plan_of(model, folder, *overrides):
         return compiled(model, folder, overrides)
     path = folder / "tied" / "config.json"
     path.parent.mkdir(exist_ok=True)
-    hf = json.loads((parity.CONFIGS / "tiny_qwen3" / "config.json").read_text())
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(hf | {"tie_word_embeddings": True}))
+    written.write_text(json.dumps(hf_of("tiny_qwen3") | {"tie_word_embeddings": True}))
     written.rename(path)
     config = f"model.config={path}"
     return compile_plan(parity.CONFIGS / "tiny_qwen3.yaml", (config, *parity.COMMON, *overrides))
@@ -90,7 +90,6 @@ def one_pass(plan):
 
 def compared(group, folder):
     """The worst deviations of the fused head from logits, for every run."""
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = []
     from_logits = cache(lambda model, *layout: one_pass(plan_of(model, folder, *layout, LOGITS)))
     for model, overrides in RUNS[group.size()]:
@@ -124,8 +123,7 @@ def test_score_tokens_takes_logprobs_over_sampling_mask_but_those_of_mtp(folder)
     logits = []
     batch = parity.batches(plan, mtp_routes=False)[0]
     assert batch.kept is not None and (batch.kept.counts < 0).any()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
         layer.register_forward_hook(
             lambda _m, _i, out: logits.append(out[0].flatten(0, 1).double())
@@ -179,8 +177,7 @@ def test_score_tokens_with_the_fused_head_runs_no_output_layer(folder, head):
         left_out.append((logprobs.isnan(), ~inputs.loss_mask))
         return grpo(logprobs, entropy, inputs)
 
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = random_batch()
         layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
         layer.register_forward_hook(lambda *_: layer_runs.append(1))

@@ -13,6 +13,7 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import write_sizes
 from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -23,8 +24,8 @@ def exported(tmp_path_factory):
     """A folder with the tiny model's initial weights, as transformers reads them."""
     folder = tmp_path_factory.mktemp("hf")
     plan = tiny_plan("seed=3")
-    with topology.start(plan) as topo:
-        save_safetensors(folder, Policy.build(plan, topo).weights(), plan.hf)
+    with passes.built(plan) as policy:
+        save_safetensors(folder, policy.weights(), plan.hf)
     return folder
 
 
@@ -35,11 +36,9 @@ def test_scores_agree_with_transformers(tmp_path, pattern):
     kinds = [{"d": "dense", "s": "sparse"}[letter] for letter in pattern]
     hf = tiny_plan().hf | {"mlp_layer_types": kinds, "num_hidden_layers": len(kinds)}
     del hf["first_k_dense_replace"]
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    plan = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3")
+    plan = tiny_plan(write_sizes(tmp_path, hf), "seed=3")
     batch = random_batch(9)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         save_safetensors(tmp_path, policy.weights(), plan.hf)
         scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -64,8 +63,8 @@ def test_weights_are_bit_equal_after_a_round_trip(exported, tmp_path, dtype):
     }
     save_file(source, tmp_path / "model.safetensors")
     plan = tiny_plan(f"model.weights={tmp_path}", f"model.dtype={dtype}")
-    with topology.start(plan) as topo:
-        back = dict(Policy.build(plan, topo).weights())
+    with passes.built(plan) as policy:
+        back = dict(policy.weights())
     assert back.keys() == source.keys()
     for name, tensor in back.items():
         assert tensor.dtype == source[name].dtype, name
@@ -88,9 +87,7 @@ def test_build_leaves_mtp_layers_out_by_name(exported, tmp_path):
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
     save_file(tensors, tmp_path / "model.safetensors")
     hf = json.loads((exported / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    plan = tiny_plan(f"model.weights={tmp_path}", f"model.config={tmp_path}/config.json")
-    with topology.start(plan) as topo:
-        back = dict(Policy.build(plan, topo).weights())
+    with passes.built(tiny_plan(f"model.weights={tmp_path}", write_sizes(tmp_path, hf))) as policy:
+        back = dict(policy.weights())
     assert "model.layers.4.eh_proj.weight" not in back
     assert len(back) == len(tensors) - 1

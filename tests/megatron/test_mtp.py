@@ -148,8 +148,7 @@ def mtp_plan(folder, *overrides):
 
 
 def gradients(plan):
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = plan_microbatches(batch.seqlens, 1, 128)
         passes.accumulate(policy, batch, schedule, build_loss(plan.objective))
@@ -158,8 +157,7 @@ def gradients(plan):
 
 def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
     plan = mtp_plan(folder)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         held = {name: tensor.clone() for name, tensor in policy.weights()}
         count = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     assert count == stage_parameters(plan)[0].total
@@ -207,13 +205,12 @@ def test_mtp_layers_embed_the_rows_of_images(folder):
         return metrics, {n: x.clone() for n, x in policy.gradients()}, shard.loss_tokens[0][0]
 
     batch, spelled = (replace(b, old_logprobs=b.rollout_logprobs) for b in (batch, spelled))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         for depth in range(3):
             edge = towers.InProcess(lambda patches, _: patches[::PATCHES], depth=depth)
             policy.edges["vision", depth] = edge  # type: ignore[assignment]
         got, grads, tokens = passes_of(policy, batch)
-        policy = Policy.build(plan, topo)
+        policy = Policy.build(plan, policy.topo)
         name = "model.embed_tokens.weight"
         with torch.no_grad():
             model: Any = policy.llm.models[0]

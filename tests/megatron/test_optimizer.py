@@ -1,6 +1,5 @@
 """The learning rate of each step; what ranks hold while the optimizer's state is saved or read."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -10,8 +9,8 @@ import torch
 
 from pyrl_ext.megatron import checkpoint, optimizer
 from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors, warmed_up
-from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.measured_step import Live
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
@@ -66,14 +65,12 @@ def reading(policy: Policy, folder: Path) -> tuple[int, int]:
 def in_another_layout(folder: Path) -> Cost:
     """Ranks with half of each dense weight, and with half of the experts."""
     plan = tiny_plan("parallel.tp=2", "parallel.ep=2", "parallel.etp=1", "model.dtype=bfloat16")
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         costs = reading(policy, folder)
         return Cost(sum(t.nbytes for t in state_tensors(policy.llm.optimizer)), {}, costs)
 
 
 def on_rank(group: Any, folder: Path) -> tuple[Cost, Cost]:
-    os.environ["WORLD_SIZE"] = "2"
     return in_one_layout(folder), in_another_layout(folder / "first")
 
 
@@ -81,11 +78,10 @@ def in_one_layout(folder: Path) -> Cost:
     plan = tiny_plan("parallel.dp=2", "optimizer.distributed=true", "model.dtype=bfloat16")
     ours = optimizer._gathered
     peak = dict[str, int]()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         model: Any = policy.llm.models[0]
         held = policy.llm.optimizer
-        models = {0: model.sharded_state_dict(metadata={"dp_cp_group": topo.groups.dp_cp})}
+        models = {0: model.sharded_state_dict(metadata={"dp_cp_group": policy.topo.groups.dp_cp})}
         sharded_state(held, models)  # makes the moments
         tensors = [t for t in state_tensors(held) if t.dim()]  # not the counts of steps
         for tensor in tensors:
@@ -95,7 +91,7 @@ def in_one_layout(folder: Path) -> Cost:
                 with Live() as live:
                     state = sharded_state(held, models)
                 peak[name] = live.peak
-                assert bool(state["params"][0]) == (name == "every" or topo.rank == 0)
+                assert bool(state["params"][0]) == (name == "every" or policy.topo.rank == 0)
                 del state
                 policy.save(folder / name)
         before = [t.clone() for t in tensors]

@@ -1,6 +1,5 @@
 """Pipeline stages exchange tensors of any lengths, and no host waits for its device."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
@@ -53,20 +51,18 @@ def passes_of(policy: Policy) -> Seen:
 
 
 def on_rank(group: Any, folder: Path) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = "3"
     found: dict[str, Any] = {}
     for name, overrides in LAYOUTS.items():
         plan = compiled("glm mtp", folder, overrides)
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(plan) as policy:
             known = passes_of(policy)
             policy.llm.load_initial_weights()  # the pass before moved the routers' bias
             theirs = P2PCommunicator._communicate_shapes
             with patch.object(KnownShapes, "_communicate_shapes", theirs):
                 found[name] = known, passes_of(policy)
-            wrong = KnownShapes(topo.groups.pp, policy.llm.config, 2, lambda *_: (3, 1, 8))
+            wrong = KnownShapes(policy.topo.groups.pp, policy.llm.config, 2, lambda *_: (3, 1, 8))
             with pytest.raises(RuntimeError, match=r"sends \[4, 1, 8\], expected \(3, 1, 8\)"):
-                if topo.is_first_stage:
+                if policy.topo.is_first_stage:
                     wrong._communicate_shapes(torch.empty(4, 1, 8), None, False, False)
                 else:
                     wrong._communicate_shapes(None, torch.empty(4, 1, 8), False, False)

@@ -1,7 +1,6 @@
 """Layers that carry a state against their recurrences, token by token, in float64."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -154,7 +153,6 @@ def broken(*_):
 
 def on_rank(group, folder):
     """{(kind, seed, ranks that share it, what came before): the worst error of each tensor}."""
-    os.environ["WORLD_SIZE"] = str(group.size())
     errors = {}
     for name, kind in KINDS.items():
         config = folder / f"{name}.json"

@@ -1,6 +1,5 @@
 """Model families: their sizes are those of transformers' models, and of what was published."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,18 +10,16 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.end_to_end import microbatch
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import write_sizes
 from tests.helpers.models import (
     COUNTED,
     DEEPSEEK,
@@ -131,7 +128,7 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
     theirs = write_model(tmp_path, hf)
     batch = random_batch(9)
     plan = plan_of(tmp_path, "replay=off")
-    policy, back = policy_like_transformers(tmp_path, plan, theirs, batch, atol=3e-5)
+    policy, back = policy_like_transformers(tmp_path, plan, theirs, batch)
     counts = parameters(plan.sizes)
     held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
     for weight in policy.llm.table:
@@ -167,9 +164,8 @@ def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     replay = "on" if read_sizes(hf).router_layers else "off"
     few = ("rollout.max_new_tokens=6", "model.recompute=selective")
     plan = plan_of(tmp_path, *few, f"replay={replay}")
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        engine = build_engine(plan, topo.device)
+    with passes.built(plan) as policy:
+        engine = build_engine(plan, policy.topo.device)
         engine.load_weights(policy.weights(), version=0)
         prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(4)]
         samples = engine.generate(prompts, Sampling(max_new_tokens=6, samples_per_prompt=2, seed=1))
@@ -181,10 +177,8 @@ def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
             num_experts=plan.sizes.num_experts,
             layer_ids=layers,
         )
-        scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
-        ready = batch.with_(old_logprobs=scores.logprobs)
-        metrics = passes.update(policy, ready, schedule, build_loss(plan.objective))
+        scores, metrics = passes.step(policy, batch, schedule, bool(layers))
     at = batch.loss_mask
     # qwen3_next: 3.6e-5 with AMX
     torch.testing.assert_close(
@@ -255,14 +249,12 @@ MULTI_TOKEN |= {
 def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path, hf, more, names, centre):
     """Its layer is one of transformers' decoder layers, between what checkpoints name."""
     hf = hf | {"num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    config = (f"model.config={tmp_path}/config.json", f"model.family={hf['model_type']}")
+    config = (write_sizes(tmp_path, hf), f"model.family={hf['model_type']}")
     plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
     batch = random_batch(9)
     batch = passes.select(batch, [batch.seqlens.index(max(batch.seqlens))])
     batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         model: Any = policy.llm.models[0]
         with torch.no_grad():
             for value in model.parameters():
@@ -271,9 +263,9 @@ def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path, hf, more, names,
         named = ((name.replace(*layer), value) for name, value in policy.weights())
         save_safetensors(tmp_path, named, hf | more | {"num_hidden_layers": 3})
         model.train()
-        micro = microbatch(batch, [0], topo.place(), 1)
+        micro = microbatch(batch, [0], policy.topo.place(), 1)
         packed = PackedSequences.of(micro)
-        scored = partial(score_tokens, plan, topo.groups.tp, micro, True)
+        scored = partial(score_tokens, plan, policy.topo.groups.tp, micro, True)
         inputs = micro.tokens[None], packed.positions[None], None
         _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -1,7 +1,6 @@
 """Checkpoint folders: what is read, what is written, and what is refused."""
 
 import json
-import os
 import resource
 import shutil
 
@@ -19,10 +18,9 @@ from pyrl_ext.models.hf_folder import (
     written_config,
 )
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.models import (
     DEEPSEEK,
     GLM,
@@ -38,7 +36,7 @@ from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 pytestmark = pytest.mark.multiprocess
 
 TOKENIZER = CONFIG.parent / "tiny"
-LITE = json.loads((TOKENIZER / "config.json").read_text())
+LITE = hf_of()
 FAMILIES = {
     "glm4_moe_lite": LITE,
     "glm4_moe": GLM | {"num_hidden_layers": 4},
@@ -108,14 +106,14 @@ class Counted:
 def there_and_back(source, out, *overrides):
     """Read a folder and write it to ``out``; (bytes read, bytes held) of the weights here."""
     plan = plan_of(source, *COMMON, *overrides)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         limit = int(sum(f.stat().st_size for f in source.glob("*.safetensors")) / THIRD)
-        save_checkpoint_hf(out, policy.weights(), plan, topo, max_shard_bytes=limit)
-        live = policy.llm.named_parameters()
+        save_checkpoint_hf(out, policy.weights(), plan, policy.topo, max_shard_bytes=limit)
+        llm = policy.llm
+        live = llm.named_parameters()
         folder = SafetensorsFolder(source)
         sizes = []
-        weight_table.load(policy.llm.table, live, lambda n: Counted(folder(n), sizes), topo)
+        weight_table.load(llm.table, live, lambda n: Counted(folder(n), sizes), llm.topo)
         return sum(sizes), sum(tensor.nbytes for tensor in live.values())
 
 
@@ -132,7 +130,6 @@ def jobs():
 
 
 def on_rank(group, models):
-    os.environ["WORLD_SIZE"] = str(group.size())
     torch.set_num_threads(1)
     found = {}
     for name, (source, overrides) in jobs():
@@ -148,13 +145,12 @@ def on_rank(group, models):
 def fill_disk(models):
     """The error on this rank when the main rank's file system takes no more than 100 kB a file."""
     plan = plan_of(models / "tied", *COMMON, *LAYOUTS["tp2"])
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if topo.is_main:
+        if policy.topo.is_main:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            save_checkpoint_hf(models / "full", policy.weights(), plan, topo)
+            save_checkpoint_hf(models / "full", policy.weights(), plan, policy.topo)
         except OSError as error:
             return str(error)
         finally:
@@ -176,9 +172,7 @@ def test_save_checkpoint_hf_restores_every_tensor(models, tmp_path, name, source
 
 def test_written_config_describes_the_checkpoint(tmp_path):
     quantised = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
-    hf = LITE | quantised | {"torch_dtype": "float32"}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    plan = tiny_plan(f"model.config={tmp_path}/config.json")
+    plan = tiny_plan(write_sizes(tmp_path, LITE | quantised | {"torch_dtype": "float32"}))
     assert written_config(plan, "bfloat16") == LITE | {
         "num_nextn_predict_layers": 0,  # model.mtp is off
         "dtype": "bfloat16",
@@ -192,10 +186,10 @@ def test_save_checkpoint_hf_writes_what_transformers_loads(models, tmp_path, nam
     batch = random_batch(9)
     batch = batch.with_(tokens=batch.tokens % 125, targets=batch.targets % 125)
     plan = plan_of(models / name, *COMMON)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         ours = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
-        save_checkpoint_hf(tmp_path / "out", policy.weights(), plan, topo, max_shard_bytes=100_000)
+        out = tmp_path / "out"
+        save_checkpoint_hf(out, policy.weights(), plan, policy.topo, max_shard_bytes=100_000)
     theirs, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
         tmp_path / "out", output_loading_info=True
     )
@@ -338,8 +332,8 @@ def read_changed(models, tmp_path, name, changes):
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(models / name / "config.json", tmp_path)
     plan = plan_of(tmp_path, *COMMON)
-    with topology.start(plan) as topo:
-        return {n: t.clone() for n, t in Policy.build(plan, topo).weights()}
+    with passes.built(plan) as policy:
+        return {n: t.clone() for n, t in policy.weights()}
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -1,17 +1,13 @@
 """Nemotron-H: time steps without bounds, and checkpoints of states."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.checkpoints import content
 from tests.helpers.models import NEMOTRON, plan_of, write_model
@@ -48,9 +44,8 @@ def test_engine_and_trainer_bound_no_steps_of_time(tmp_path):
             logits.append(theirs(torch.tensor([tokens])).logits)
     assert (logits[0] - logits[1]).abs().max() > 1e-3
     plan = plan_of(tmp_path, "rollout.max_new_tokens=6", "replay=off")
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        engine = build_engine(plan, topo.device)
+    with passes.built(plan) as policy:
+        engine = build_engine(plan, policy.topo.device)
         engine.load_weights(policy.weights(), version=0)
         samples = engine.generate([Prompt(0, tokens)], Sampling(max_new_tokens=6, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
@@ -66,11 +61,9 @@ def test_engine_and_trainer_bound_no_steps_of_time(tmp_path):
 
 def save_again(group, folder):
     """The checkpoint, loaded under other layouts and saved as it is."""
-    os.environ["WORLD_SIZE"] = str(group.size())
     for name in ("tp2", "pp2"):
         plan = plan_of(folder, "replay=off", *LAYOUTS[name])
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(plan) as policy:
             policy.load(folder / "one")
             policy.save(folder / name)
 
@@ -81,12 +74,9 @@ def test_load_restores_states_under_other_layouts(tmp_path):
     plan = plan_of(tmp_path, "replay=off")
     batch = random_batch()
     schedule = plan_microbatches(batch.seqlens, 1, 128)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         for _ in range(2):
-            old = passes.scores(policy, batch, schedule, replay=False).logprobs
-            ready = batch.with_(old_logprobs=old)
-            passes.update(policy, ready, schedule, build_loss(plan.objective))
+            passes.step(policy, batch, schedule, replay=False)
         policy.save(tmp_path / "one")
     run_ranks(save_again, 2, tmp_path)
     want = content(tmp_path / "one")

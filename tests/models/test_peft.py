@@ -1,6 +1,5 @@
 """transformers + peft and the trainer compute the same with the same adapter, for every family."""
 
-import json
 import warnings
 
 import pytest
@@ -11,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from pyrl_ext.models.peft_folder import CONFIG as CONFIG_FILE
 from pyrl_ext.models.peft_folder import TENSORS, read_adapter, save_adapter
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
 from pyrl_ext.tools.export import factors
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
 from tests.helpers.lora import adapters_of, draw_b
 from tests.helpers.models import (
     DEEPSEEK,
@@ -27,11 +26,11 @@ from tests.helpers.models import (
     plan_of,
     write_model,
 )
-from tests.helpers.tiny import CONFIG, random_batch
+from tests.helpers.tiny import random_batch
 
 pytestmark = pytest.mark.multiprocess
 
-LITE = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+LITE = hf_of()
 CASES = {  # model, overrides
     "GLM-4.7-Flash": (LITE, ()),
     "GLM-4.7": (GLM, ("lora.expert_rank=8",)),
@@ -56,16 +55,15 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
     plan = plan_of(tmp_path / "base", *lora)
     batch = random_batch(5)
     folder = tmp_path / "adapter"
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         draw_b(policy.llm)
         ours = logprobs_of(policy, plan, batch)
         with adapters_of(policy.llm).off():
             base = logprobs_of(policy, plan, batch)
-        save_adapter(folder, factors(policy), plan, topo)
+        save_adapter(folder, factors(policy), plan, policy.topo)
         drawn = {n: t.clone() for n, t in factors(policy)}
         again = plan_of(tmp_path / "base", *lora, f"lora.weights={folder}")
-        started = Policy.build(again, topo, trainable=False)
+        started = Policy.build(again, policy.topo, trainable=False)
         assert all(t.equal(drawn[n]) for n, t in factors(started))
     exact = {"dtype": torch.float64, "experts_implementation": "eager"}  # no grouped products
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **exact).eval()
@@ -86,13 +84,12 @@ def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd
     lora = ("lora.rank=4", "lora.alpha=8")
     run = tmp_path / "run"
     batch = random_batch(5)
-    with topology.start(plan := plan_of(tmp_path / "base", "replay=off", *lora)) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan := plan_of(tmp_path / "base", "replay=off", *lora)) as policy:
         draw_b(policy.llm)
         ours = logprobs_of(policy, plan, batch)
         policy.save(run / "checkpoints/step-0")
-        save_adapter(tmp_path / "wanted", factors(policy), plan, topo)
-        whole = Policy.build(plan_of(tmp_path / "base", "replay=off"), topo)
+        save_adapter(tmp_path / "wanted", factors(policy), plan, policy.topo)
+        whole = Policy.build(plan_of(tmp_path / "base", "replay=off"), policy.topo)
         whole.save(tmp_path / "whole/checkpoints/step-0")
     assert export.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     for file in (CONFIG_FILE, TENSORS):

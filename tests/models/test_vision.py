@@ -3,7 +3,6 @@ language model with what they give it, their tensors, and both under every split
 
 import json
 import math
-import os
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers import vision
+from tests.helpers import passes, vision
 from tests.helpers.models import SHIPPED, plan_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
@@ -322,15 +321,13 @@ def language_pass(policy: Policy, topo: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def on_rank(group: Any, layouts: dict, folder: Any) -> dict:
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {}
     for name, (model, *overrides) in layouts.items():
         plan = plan_of(folder / model, "replay=off", *overrides)
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo, trainable=False)
+        with passes.built(plan, trainable=False) as policy:
             for chunk in policy.llm.chunks:
                 chunk.requires_grad_(True)
-            found[name] = *language_pass(policy, topo), *tower_pass(plan, topo)
+            found[name] = *language_pass(policy, policy.topo), *tower_pass(plan, policy.topo)
     return found
 
 

@@ -22,8 +22,9 @@ from pyrl_ext.plan.rules import check
 from pyrl_ext.plan.rules.pipeline import layout_problem
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.show.summary import Summary
+from tests.helpers.configs import CONFIGS
 
-TINY = Path(__file__).parents[2] / "configs/tiny/config.json"
+TINY = CONFIGS / "tiny/config.json"
 FIRST = "num_layers_in_first_pipeline_stage"
 LAST = "num_layers_in_last_pipeline_stage"
 EMBEDDING = "account_for_embedding_in_pipeline_split"

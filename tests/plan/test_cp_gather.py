@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
@@ -14,8 +12,8 @@ from pyrl_ext.plan.model.families.blocks import GroupedQuery
 from pyrl_ext.plan.model.hardware import GPUS
 from pyrl_ext.plan.model.latent_gather import Exchanged
 from pyrl_ext.plan.model.layer_kinds import SPARSE
+from tests.helpers.configs import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 FITS = "hardware.memory=10000000000000", "rollout.tp=1", "hardware.gpu=H100"
 PASSES: tuple[Work, ...] = ("forward", "backward")
 UP = 2 * 512 * 20 * (192 + 256)  # FLOPs of a row's projection to keys and values

@@ -21,9 +21,9 @@ from pyrl_ext.plan.groups import (
     neighbours,
 )
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
+from tests.helpers.configs import CONFIGS
 from tests.helpers.tiny import tiny_plan
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("examples/*.yaml")])
 GLM47 = CONFIGS / "glm47.yaml"
 END = ("end", ())  # comes after every group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace as Fields
@@ -23,12 +22,9 @@ from pyrl_ext.plan.model.families.nemotron_h import KINDS
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.layer_kinds import LETTERS, hybrid_pattern, mamba
 from pyrl_ext.plan.schema import Parallel
+from tests.helpers.configs import CONFIGS, hf_of, write_sizes
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-HF = {
-    name: json.loads((CONFIGS / name / "config.json").read_text())
-    for name in ("nemotron3_nano", "qwen3_next_80b")
-}
+HF = {name: hf_of(name) for name in ("nemotron3_nano", "qwen3_next_80b")}
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,10 +154,9 @@ def test_model_flops_of_a_hybrid_equal_a_count_by_hand():
 def test_vllm_for_cpus_is_refused_for_states_without_a_kernel(
     tmp_path: Path, key: int, value: int, dtype: str, fits: bool
 ):
-    hf = json.loads((CONFIGS / "tiny_qwen3_next/config.json").read_text())
+    hf = hf_of("tiny_qwen3_next")
     hf |= {"linear_key_head_dim": key, "linear_value_head_dim": value}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    asked = f"rollout.dtype={dtype}", f"model.config={tmp_path}/config.json"
+    asked = f"rollout.dtype={dtype}", write_sizes(tmp_path, hf)
     try:
         compile_plan(CONFIGS / "tiny_qwen3_next.yaml", ("rollout.engine=vllm", *asked))
         problem = ""

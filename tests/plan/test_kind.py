@@ -10,14 +10,13 @@ import pytest
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.flops import update_flops
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.kind import REQUIRED, WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.page import plan_page
 from tests.helpers.configs import REPOSITORY, problems_of
-from tests.helpers.plan_pages import printed
+from tests.helpers.plan_pages import printed, time_of
 
 SFT, TINY = (REPOSITORY / f"configs/{name}.yaml" for name in ("tiny_sft", "tiny"))
 
@@ -81,14 +80,13 @@ def test_stage_memory_and_step_time_without_rollouts_are_of_the_update_alone():
     (stage,) = stage_memory(plan)
     assert stage.phases == ("update",) == tuple({p for i in stage.items for p in i.phases})
     assert not {"engine", "publish", "forward pass", "routes"} & {i.name for i in stage.items}
-    time = step_time(plan)
-    assert time is not None and {cost.phase for cost in time.costs} == {"update"}
+    time = time_of(plan)
+    assert {cost.phase for cost in time.costs} == {"update"}
     assert time.total == time.seconds("update")
     samples = step_samples(plan)
     assert len(samples) == 32 and max(s.prompt + s.response for s in samples) <= 192
     assert time.model_flops == update_flops(plan)
-    with_rollouts = step_time(compile_plan(TINY, ["device=cuda", "hardware.gpu=H100"]))
-    assert with_rollouts is not None
+    with_rollouts = time_of(compile_plan(TINY, ["device=cuda", "hardware.gpu=H100"]))
     assert {"old_logprobs", "rollout"} < {cost.phase for cost in with_rollouts.costs}
 
 

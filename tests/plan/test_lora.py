@@ -20,12 +20,13 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     trained_of_stage,
 )
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.lora import factors
 from pyrl_ext.plan.schema.lora import Lora
-from tests.helpers.configs import REPOSITORY, problems_of
+from tests.helpers.configs import REPOSITORY, hf_of, problems_of
+from tests.helpers.plan_pages import time_of
 
 TINY = REPOSITORY / "configs/tiny.yaml"
 ON = ("lora.rank=8", "lora.alpha=16")
@@ -73,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_of(config: str) -> dict[str, Any]:
+def small_of(config: str) -> dict[str, Any]:
     hf = json.loads((REPOSITORY / config).read_text())
     return hf | (SMALL | FAMILIES[config] if FAMILIES[config] else {})
 
@@ -89,7 +90,7 @@ def counted(sizes: Any, lora: Lora, mtp: int, stacked: tuple[str, ...] = ()) -> 
 
 @pytest.mark.parametrize("config", FAMILIES)
 def test_factors_are_those_of_the_weight_table(config: str):
-    hf = hf_of(config)
+    hf = small_of(config)
     sizes = read_sizes(hf)
     mtp = sizes.num_nextn_predict_layers
     base = sizes.weights(mtp)
@@ -113,7 +114,7 @@ def test_factors_of_published_models_are_as_many_as_their_tensors_say():
         ("qwen3_30b", {}, 843.8, 31_008),
     ]
     for name, given, millions, tensors in cases:
-        sizes = read_sizes(json.loads((REPOSITORY / f"configs/{name}/config.json").read_text()))
+        sizes = read_sizes(hf_of(name))
         numbers, number = counted(sizes, Lora(rank=16, alpha=16, **given), 0, stacked)
         assert (round(numbers / 1e6, 1), number) == (millions, tensors)
 
@@ -176,9 +177,7 @@ def test_published_numbers_are_the_factors_or_what_they_change():
         asleep = compile_plan(GLM47_LORA, [f"rollout.sleep={str(sleeps).lower()}"])
         assert published_numbers(asleep) == factor_numbers(plan) + sleeps * total
     apart = "rollout.servers=[http://127.0.0.1:8001]"  # it may have been started again
-    whole = parameters(
-        read_sizes(json.loads((REPOSITORY / "configs/tiny/config.json").read_text()))
-    )
+    whole = parameters(read_sizes(hf_of()))
     for publish in ("merge", "adapter"):
         plan = compile_plan(TINY, [*ON, f"lora.publish={publish}", apart])
         factors_sent = factor_numbers(plan) * (publish == "adapter")
@@ -192,17 +191,15 @@ def test_published_numbers_are_the_factors_or_what_they_change():
         assert published_numbers(merged) / total == pytest.approx(share, abs=5e-4)
 
 
-def time_of(*overrides: str) -> tuple[StepTime, Plan]:
+def timed(*overrides: str) -> tuple[StepTime, Plan]:
     plan = compile_plan(GLM47_LORA, overrides)
-    time = step_time(plan)
-    assert time is not None
-    return time, plan
+    return time_of(plan), plan
 
 
 def test_step_time_has_no_products_for_gradients_of_a_frozen_base():
     """With recomputation, of four passes over a linear three are left; of attention all four."""
-    tuned, plan = time_of()
-    full, _ = time_of(*FULL)
+    tuned, plan = timed()
+    full, _ = timed(*FULL)
 
     def ratio(name: str) -> float:
         one, other = (

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pyrl_ext.plan import compile_plan
+from tests.helpers.configs import REPOSITORY
 
 pytestmark = pytest.mark.multiprocess
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("tiny", "tiny_lora", "glm47", "glm47_async", "deepseek_v3", "qwen3_vl_30b")
 COUNT = """\
 import json, sys

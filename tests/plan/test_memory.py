@@ -22,12 +22,13 @@ from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
+from tests.helpers.configs import REPOSITORY
+from tests.helpers.plan_pages import glm47
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-REPOSITORY = Path(__file__).parents[2]
 SHIPPED = (
     *(REPOSITORY / "configs").glob("*.yaml"),
     *(REPOSITORY / "configs/examples").glob("*.yaml"),
@@ -124,10 +125,7 @@ GLM47 = REPOSITORY / "configs/glm47.yaml"
 
 
 def held_by(*overrides: str) -> StageMemory:
-    base = {"hardware.memory": 10**12, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
-    given = {each.partition("=")[0] for each in overrides}
-    kept = [f"{key}={value}" for key, value in base.items() if key not in given]
-    (stage,) = stage_memory(compile_plan(GLM47, [*kept, *overrides]))
+    (stage,) = stage_memory(glm47(*overrides, memory=10**12))
     return stage
 
 

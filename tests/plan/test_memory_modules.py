@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +9,19 @@ import torch
 
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
+from tests.helpers.configs import CONFIGS
 from tests.helpers.measured_step import measure, report
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-TINY_VL = Path(__file__).parents[2] / "configs/tiny_vl.yaml"
+TINY_VL = CONFIGS / "tiny_vl.yaml"
 SHORT = ("log.progress=false", "objective.kl_coef=0.1", "batching.prompts=4")
 OWN = ("modules.vision.ranks=own", "modules.vision.parallel.pp=2")
 LAYOUTS = {1: {"shared": ()}, 3: {"own": OWN, "frozen": (*OWN, "modules.vision.train=false")}}
 
 
 def measured(group: Any) -> dict[str, dict[str, Any]]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     torch.use_deterministic_algorithms(False)  # else operators save more
     found = {}
     for name, words in LAYOUTS[group.size()].items():

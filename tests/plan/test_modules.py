@@ -28,11 +28,13 @@ from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
+from tests.helpers.configs import CONFIGS
+from tests.helpers.plan_pages import time_of
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
 pytestmark = pytest.mark.multiprocess
 
-QWEN3_VL = Path(__file__).parents[2] / "configs/qwen3_vl_30b.yaml"
+QWEN3_VL = CONFIGS / "qwen3_vl_30b.yaml"
 
 
 def plan_of(*overrides: str) -> Plan:
@@ -185,9 +187,8 @@ def test_stage_memory_counts_communicators_between_modules():
 
 def test_step_time_has_what_the_language_model_waits():
     def waited(*overrides: str) -> float:
-        time = step_time(plan_of(*overrides))
-        assert time is not None
-        return sum(cost.seconds for cost in time.costs if cost.name == "wait for vision")
+        costs = time_of(plan_of(*overrides)).costs
+        return sum(cost.seconds for cost in costs if cost.name == "wait for vision")
 
     images = "estimate.images=20"
     assert waited(images) > 10 * waited() > 0
@@ -264,9 +265,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
 
 
 def costs_of(*overrides: str) -> dict[tuple[str, str], Spent]:
-    time = step_time(plan_of(*overrides))
-    assert time is not None
-    return {(cost.phase, cost.name): cost for cost in time.costs}
+    return {(cost.phase, cost.name): cost for cost in time_of(plan_of(*overrides)).costs}
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -7,8 +7,7 @@ import pytest
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
 from pyrl_ext.plan.schema.turns import Turns
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+from tests.helpers.configs import CONFIGS
 
 
 def plan_of(*overrides: str, config: str = "glm47.yaml") -> Plan:

@@ -17,8 +17,8 @@ from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.rules import state_packages
 from pyrl_ext.plan.schema import Parallel
+from tests.helpers.configs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 GOLDEN = Path(__file__).with_name("plans")
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, GPUS, TCP
+from tests.helpers.configs import CONFIGS
+from tests.helpers.plan_pages import time_of
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
 TINY = CONFIGS / "tiny.yaml"
 HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory_utilization=0.9")
-
-
-def time_of(plan: Plan) -> StepTime:
-    found = step_time(plan)
-    assert found is not None
-    return found
 
 
 def test_Plan_counts_the_engines_that_hosts_start():

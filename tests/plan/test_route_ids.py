@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.route_ids import route_id_bytes, route_id_dtype
 from pyrl_ext.samples import route_dtype
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.helpers.configs import REPOSITORY, hf_of, write_sizes
 
 
 @pytest.mark.parametrize(
@@ -50,9 +48,5 @@ def test_plan_counts_the_bytes_of_the_type_that_engines_return(tmp_path: Path, e
 
 def _with_experts(folder: Path, experts: int) -> Plan:
     """GLM-4.7-Flash with another number of experts."""
-    sizes = json.loads((REPOSITORY / "configs/glm47/config.json").read_text())
-    config = folder / "config.json"
-    config.write_text(json.dumps(sizes | {"n_routed_experts": experts}))
-    return compile_plan(
-        REPOSITORY / "configs/glm47.yaml", [f"model.config={config}", "hardware.gpu=null"]
-    )
+    config = write_sizes(folder, hf_of("glm47") | {"n_routed_experts": experts})
+    return compile_plan(REPOSITORY / "configs/glm47.yaml", [config, "hardware.gpu=null"])

@@ -29,9 +29,9 @@ from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import engine_arguments, field_names, megatron_fields
 from pyrl_ext.schedule.alignment import alignment
 from pyrl_ext.schedule.cp_sizes import cp_sizes
+from tests.helpers.configs import REPOSITORY, hf_of, write_sizes
 from tests.helpers.tiny import one_rank
 
-REPOSITORY = Path(__file__).parents[2]
 TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
 SFT = REPOSITORY / "configs/tiny_sft.yaml"
 BROKEN = REPOSITORY / "tests/plan/broken_configs"
@@ -200,10 +200,7 @@ def test_compile_plan_notes_experts_on_several_nodes():
 
 
 def test_compile_plan_notes_a_padded_vocabulary(tmp_path: Path):
-    sizes = json.loads((REPOSITORY / "configs/tiny/config.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(sizes | {"vocab_size": 130}))
-    overrides = [f"model.config={path}", "parallel.tp=4"]
+    overrides = [write_sizes(tmp_path, hf_of() | {"vocab_size": 130}), "parallel.tp=4"]
     note = "does not divide vocab_size 130: embedding and head are padded to 132 columns"
     assert any(note in found for found in compile_plan(TINY, overrides).notes)
 

@@ -1,23 +1,14 @@
 """A plan names the packages that layers with states lack on a GPU, and imports none."""
 
-from pathlib import Path
-
 import pytest
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.rules.state_packages import PACKAGES, install
+from tests.helpers import configs
+from tests.helpers.configs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "configs/tiny_qwen3_next.yaml"
 ON_GPU = ("device=cuda", "model.dtype=bfloat16")
-
-
-def put(folder: Path, module: str, name: str, version: str) -> None:
-    """Writes the files of a package as pip does; it fails where it is imported."""
-    (folder / f"{module}.py").write_text("raise AssertionError('imported')")
-    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def problems(*overrides: str) -> list[str]:
@@ -44,8 +35,8 @@ def test_state_problems_are_of_bfloat16_on_a_gpu(given: tuple[str, ...]):
 )
 def test_state_problems_look_at_versions(tmp_path, monkeypatch, version, problem):
     monkeypatch.syspath_prepend(str(tmp_path))
-    put(tmp_path, "causal_conv1d", "causal-conv1d", "1.7.0")
-    put(tmp_path, "fla", "fla-core", version)
+    configs.install(tmp_path, "causal-conv1d", "1.7.0", "causal_conv1d.py")
+    configs.install(tmp_path, "fla-core", version, "fla.py")
     found = problems(*ON_GPU)
     assert [problem in each for each in found] == ([True] if problem else [])
 

@@ -3,10 +3,8 @@ megatron runs them, and seconds that follow from them."""
 
 from __future__ import annotations
 
-import json
 import random
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.flops import model_flops, update_flops
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
-from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.workload import (
     quantiles,
     step_rounds,
@@ -27,25 +25,12 @@ from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.phases import STEP_PHASES
 from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
+from tests.helpers.configs import CONFIGS, hf_of
+from tests.helpers.plan_pages import glm47, time_of
 
 pytestmark = pytest.mark.multiprocess
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
-
-
-def glm47(*overrides: str) -> Plan:
-    """The shipped plan where everything fits, with an engine a rank."""
-    base = {"hardware.memory": 10**13, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
-    given = {each.partition("=")[0] for each in overrides}
-    kept = [f"{key}={value}" for key, value in base.items() if key not in given]
-    return compile_plan(GLM47, [*kept, *overrides])
-
-
-def time_of(plan: Plan) -> StepTime:
-    found = step_time(plan)
-    assert found is not None
-    return found
 
 
 def amounts(plan: Plan, phase: str) -> dict[str, float]:
@@ -120,7 +105,7 @@ def test_model_flops_equal_torchs_count(name: str):
     rows = 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 100, (samples, rows)))
-    sizes = read_sizes(json.loads((CONFIGS / name / "config.json").read_text()))
+    sizes = read_sizes(hf_of(name))
     # eager attention computes the half that no query may see, too
     ours = model_flops(sizes).of(samples * rows, samples * rows**2, samples * rows)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)

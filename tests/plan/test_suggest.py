@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from pyrl_ext.plan.forecast.suggest import LEFT_FREE, Search, even_layout, sugge
 from pyrl_ext.plan.model.chunks import plan_stages
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.schema import Parallel
+from tests.helpers.configs import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
 
 

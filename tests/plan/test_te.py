@@ -1,29 +1,22 @@
 """A plan names the package of TransformerEngine that is missing, and imports none."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.rules.te import INSTALL
+from tests.helpers.configs import CONFIGS, hf_of, install, write_sizes
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+TINY = CONFIGS / "tiny.yaml"
 TE = ("device=cuda", "model.backend=te")
 
 
-def install(folder: Path, version: str, without: str = "") -> None:
-    """Put files of the names that pip would write into ``folder``, without what they hold."""
-    for name in ("transformer_engine/__init__.py", "transformer_engine/pytorch/fp8.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("raise AssertionError('imported')")
-    (folder / "transformer_engine_torch.py").write_text("raise AssertionError('imported')")
-    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version}\n")
-    if without:
-        (folder / without).unlink()
+PACKAGE = (
+    "transformer_engine/__init__.py",
+    "transformer_engine/pytorch/fp8.py",
+    "transformer_engine_torch.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,8 @@ def test_te_problems_name_the_package_and_the_command(
     if "transformer_engine" in sys.modules:
         pytest.skip("TransformerEngine is imported in this process")
     monkeypatch.syspath_prepend(str(tmp_path))
-    install(tmp_path, version, without)
+    files = [file for file in PACKAGE if file != without]
+    install(tmp_path, "transformer-engine", version, *files)
     found = [each for each in compile_plan(TINY, TE).unsupported if "model.backend" in each]
     assert len(found) == (problem is not None), found
     if problem:
@@ -75,10 +69,8 @@ def test_te_problems_without_any_package():
 )
 def test_fp8_widths_are_those_of_a_rank(tmp_path, changes, problem):
     wide = {"moe_intermediate_size": 64, "intermediate_size": 192}
-    hf = json.loads((TINY.parent / "tiny/config.json").read_text()) | wide | changes
-    (tmp_path / "config.json").write_text(json.dumps(hf))
     ranks = ("parallel.tp=4", "parallel.ep=4", "parallel.etp=1")
-    given = (f"model.config={tmp_path}/config.json", "model.dtype=bfloat16", *ranks)
+    given = (write_sizes(tmp_path, hf_of() | wide | changes), "model.dtype=bfloat16", *ranks)
     given = (*TE, *given, "model.fp8=tensorwise", "batching.tokens_per_microbatch=512")
     if problem is None:
         assert compile_plan(TINY, given).model.fp8 == "tensorwise"

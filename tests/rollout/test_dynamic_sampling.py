@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +135,6 @@ def run(folder: Path, *overrides: str) -> None:
 
 
 def on_rank(_group: object, folder: Path, *overrides: str) -> None:
-    os.environ["WORLD_SIZE"] = "2"
     run(folder, *overrides)
 
 

@@ -2,11 +2,8 @@
 
 import hashlib
 
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 
@@ -17,12 +14,9 @@ def step_digest() -> str:
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     plan = tiny_plan("model.dtype=bfloat16", "optimizer.clip_grad=0.5", "optimizer.lr=1e-2")
     digest = hashlib.sha256()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         for _ in range(2):
-            old = passes.scores(policy, batch, schedule).logprobs
-            ready = batch.with_(old_logprobs=old)
-            metrics = passes.update(policy, ready, schedule, build_loss(plan.objective))
+            _, metrics = passes.step(policy, batch, schedule)
             digest.update(str(metrics["grad_norm"]).encode())
         for _, tensor in policy.weights():
             digest.update(tensor.float().numpy().tobytes())

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks
@@ -45,8 +42,7 @@ def step(policy):
     batch = random_batch()
     sizes = policy.topo.dp_size, 128, plan.row_alignment, policy.topo.cp_size
     schedule = plan_microbatches(batch.seqlens, *sizes)
-    batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule, False).logprobs)
-    metrics = passes.update(policy, batch, schedule, build_loss(plan.objective))
+    _, metrics = passes.step(policy, batch, schedule, replay=False)
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
 
 
@@ -57,8 +53,7 @@ def plan_of(model, *overrides):
 def go_on(folder, model, name):
     """Load, save as it is, make a step, and save that."""
     source, overrides = TWO[name]
-    with topology.start(plan := plan_of(model, *overrides)) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan_of(model, *overrides)) as policy:
         policy.load(folder / source)
         policy.save(folder / f"{name}, loaded")
         found = step(policy)
@@ -67,7 +62,6 @@ def go_on(folder, model, name):
 
 
 def on_rank(group, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     return {(m, name): go_on(folder / m, m, name) for m in CONFIGS for name in TWO}
 
 
@@ -82,8 +76,7 @@ def never_stopped(folder):
     found = {}
     for model in CONFIGS:
         for dtype, name in (("float32", "local"), ("bfloat16", "bf16 local")):
-            with topology.start(plan := plan_of(model, f"model.dtype={dtype}")) as topo:
-                policy = Policy.build(plan, topo)
+            with passes.built(plan_of(model, f"model.dtype={dtype}")) as policy:
                 steps = [step(policy)]
                 policy.save(folder / model / name)
                 steps += [step(policy) for _ in range(4 if dtype == "float32" else 2)]

@@ -1,14 +1,10 @@
 """Products in 8 bits by TransformerEngine's reference quantizers: rows, replay, weights."""
 
-import os
-
 import pytest
 import torch
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.parallel import topology
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
@@ -29,8 +25,7 @@ def one_step(*overrides, config=CONFIG):
     """Log-probs, metrics and gradients of a step whose routers are probed, on this rank."""
     plan = tiny_plan(*overrides, config=config)
     batch = random_batch(20)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = Scheduler(plan).schedule(batch.seqlens)
         assert len(schedule) > 2  # several microbatches in flight
         probe = Probe(policy)
@@ -48,7 +43,6 @@ def one_step(*overrides, config=CONFIG):
 
 
 def on_rank(group):
-    os.environ["WORLD_SIZE"] = str(group.size())
     layouts = {
         "pp2": ("parallel.pp=2",),
         "pp2 full": ("parallel.pp=2", "model.recompute=full"),
@@ -107,11 +101,9 @@ def test_weights_under_fp8_are_those_of_bfloat16():
     TransformerEngine keeps the 8-bit copies that it made."""
     batch = random_batch(9)
     plan = tiny_plan(*FP8)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = Scheduler(plan).schedule(batch.seqlens)
-        first = passes.scores(policy, batch, schedule).logprobs
-        passes.update(policy, batch.with_(old_logprobs=first), schedule, build_loss(plan.objective))
+        first = passes.step(policy, batch, schedule)[0].logprobs
         updated = {name: tensor.clone() for name, tensor in policy.weights()}
         after = passes.scores(policy, batch, schedule).logprobs
         for part in ("weights", "gradients", "optimizer"):
@@ -123,8 +115,7 @@ def test_weights_under_fp8_are_those_of_bfloat16():
     assert kept == {torch.bfloat16}
     assert all(torch.equal(back[name], tensor) for name, tensor in updated.items())
     assert torch.equal(after, again) and not torch.equal(first, after)
-    with topology.start(plan) as topo:
-        fresh = Policy.build(plan, topo)
+    with passes.built(plan) as fresh:
         live = dict(fresh.weights())
         assert fresh.llm.table and live.keys() == updated.keys()
         with torch.no_grad():

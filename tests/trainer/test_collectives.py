@@ -1,7 +1,6 @@
 """Every collective of a run: its types are those that NCCL has, since gloo takes more of them, and
 its groups those of the plan's list."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +94,6 @@ class Found(NamedTuple):
 
 
 def on_rank(group: Any, folder: Path, runs: dict[str, tuple[str, ...]]) -> dict[str, Found]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     found: dict[str, Found] = {}
     for name, (model, *overrides) in runs.items():
         plan = compiled(model, folder, (*QUICK, *overrides))

@@ -4,6 +4,7 @@ every rank."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.samples import Sample
-from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import passes
 from tests.helpers.passes import WholeBatch
@@ -118,8 +118,7 @@ def answers(layout: tuple[str, ...], drawn: list[Lengths]) -> Iterator[Answer]:
         overrides = (*overrides[:1], "batching.tokens_per_microbatch=1024")
     plan = tiny_plan(*overrides, "data.max_prompt_tokens=4", "rollout.max_new_tokens=4")
     loss = build_loss(plan.objective)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         scheduler = Scheduler(plan)
         for example in drawn:
             batch = batch_of(example)
@@ -226,8 +225,7 @@ def bad_samples(group: Any) -> list[str]:
     clock = Clock()
     rank = group.rank()
     messages = []
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         for make, _ in BAD:
             with pytest.raises(RuntimeError) as caught:
                 step.batch_of(make(rank), clock, minibatches=1)
@@ -237,7 +235,6 @@ def bad_samples(group: Any) -> list[str]:
             shard, _ = step.score(shard, found.index, clock)
             assert step.update(shard, clock)["grad_norm"] >= 0
             assert len(shard.rows.tokens)  # both ranks compute
-        step.close()
     return messages
 
 

@@ -3,7 +3,6 @@
 `tests.parity` has the layouts; here are those that see each mark of a factor.
 """
 
-import os
 from itertools import product
 from pathlib import Path
 
@@ -31,11 +30,9 @@ PLAIN = ("lora=null",)
 
 def train(policy: Policy, first: int, last: int) -> None:
     """Steps ``first`` to ``last`` on the batches of `tests.parity`."""
-    loss = build_loss(policy.plan.objective)
     for batch in batches(policy.plan, mtp_routes=False)[first:last]:
         schedule = Scheduler(policy.plan).schedule(batch.seqlens)
-        old = passes.scores(policy, batch, schedule, policy.plan.replay.old).logprobs
-        passes.update(policy, batch.with_(old_logprobs=old), schedule, loss)
+        passes.step(policy, batch, schedule, policy.plan.replay.old)
 
 
 def scored(policy: Policy) -> torch.Tensor:
@@ -83,13 +80,12 @@ def test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into(tmp_path
     batch = batches(plan, MODELS[model].mtp_routes)[0]
     schedule = Scheduler(plan).schedule(batch.seqlens)
     loss = build_loss(plan.objective)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        whole = Policy.build(plain, topo)
+    with passes.built(plan) as policy:
+        whole = Policy.build(plain, policy.topo)
         lora.draw_b(policy.llm)
         weights = lora.merged(policy.llm)
         factors = lora.factors(policy.llm)
-        load(whole.llm.table, whole.llm.named_parameters(), weights.__getitem__, topo)
+        load(whole.llm.table, whole.llm.named_parameters(), weights.__getitem__, policy.topo)
         metrics = [passes.accumulate(p, batch, schedule, loss) for p in (policy, whole)]
         got = lora.gradients(policy.llm)
         of_weights = dict(whole.gradients())
@@ -127,8 +123,7 @@ def test_Adapters_are_all_that_has_gradients_and_moments(tmp_path, targets):
     assert with_experts.lora is not None
     lora_section = with_experts.lora.model_copy(update=lora_keys)
     plan = with_experts.model_copy(update={"lora": lora_section})
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         held = sum(t.numel() for t in lora.factors(policy.llm).values())
         kinds = {linear_of(n.replace(".lora_A", "")) for n in lora.factors(policy.llm)}
         assert targets == "all" or kinds - {"lora_B"} == {targets.strip("[]")}
@@ -144,8 +139,7 @@ def test_recomputation_keeps_the_gradients_of_adapters(tmp_path):
     found = []
     for recompute in ("none", "full"):
         plan = compiled("qwen lora", tmp_path, (f"model.recompute={recompute}", "replay=off"))
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(plan) as policy:
             train(policy, 0, 1)
             found.append(lora.gradients(policy.llm))
     assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
@@ -187,14 +181,12 @@ def reference(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def continued(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         train(policy, 0, 2)
         policy.save(folder / "step-2")
         train(policy, 2, 3)
         want = lora.factors(policy.llm)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, initial=False)
+    with passes.built(plan, initial=False) as policy:
         policy.load(folder / "step-2")
         train(policy, 2, 3)
         assert all(torch.equal(want[n], t) for n, t in lora.factors(policy.llm).items())
@@ -204,12 +196,10 @@ def continued(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
 def on_ranks(group, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     """By model and layout the factors after step three, from the checkpoint of one process, which
     is saved again before."""
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {}
     for model, line in RESHARD:
         plan = compiled(model, folder, parity._layouts(line, model)[0].overrides)
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo, initial=False)
+        with passes.built(plan, initial=False) as policy:
             policy.load(folder / model / "step-2")
             policy.save(folder / model / line / "step-2")
             train(policy, 2, 3)
@@ -239,7 +229,6 @@ def test_load_goes_on_with_adapters_under_another_layout(model, line, outcomes, 
 @pytest.mark.parametrize("change", ["seed=1", "lora=null"])
 def test_load_refuses_adapters_of_another_base(outcomes, folder, change):
     plan = compiled("glm lora", folder, (change,))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        with pytest.raises(ValueError, match=r"holds adapters of the base \w{12}, expected"):
-            policy.load(folder / "glm lora/step-2")
+    refused = pytest.raises(ValueError, match=r"holds adapters of the base \w{12}, expected")
+    with passes.built(plan) as policy, refused:
+        policy.load(folder / "glm lora/step-2")

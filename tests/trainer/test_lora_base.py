@@ -1,5 +1,7 @@
 """The base under adapters: it is the reference policy, serves several adapters, and in bfloat16."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -23,8 +25,7 @@ def test_the_reference_of_a_step_is_the_base_to_the_bit():
     """After an update, when the policy is no longer its base; nothing else is held."""
     plan = tiny_plan(*QUICK, *KL, *LORA)
     clock = Clock()
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         assert step.reference is None
         draw_b(step.policy.llm)
         step.sync_weights(0, clock)
@@ -36,7 +37,6 @@ def test_the_reference_of_a_step_is_the_base_to_the_bit():
         assert torch.equal(scored.columns["ref_logprobs"], want)
         assert (old.logprobs - want).abs().max() > 0.01
         assert step.update(scored, clock)["loss/ref_kl"] > 0
-        step.close()
 
 
 def train(policy, steps, seed):
@@ -45,8 +45,7 @@ def train(policy, steps, seed):
     batch = random_batch(9, seed)
     schedule = plan_microbatches(batch.seqlens, 1, 128, plan.row_alignment)
     for _ in range(steps):
-        old = passes.scores(policy, batch, schedule).logprobs
-        passes.update(policy, batch.with_(old_logprobs=old), schedule, build_loss(plan.objective))
+        passes.step(policy, batch, schedule)
     after = passes.scores(policy, batch, schedule).logprobs
     return after, factors(policy.llm)
 
@@ -77,8 +76,7 @@ def test_adapters_in_bfloat16_have_the_gradients_of_float32():
     for dtype in ("float32", "bfloat16"):
         plan = tiny_plan(*LORA, f"model.dtype={dtype}", "rollout.dtype=float32")
         batch = random_batch(9)
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with passes.built(plan) as policy:
             draw_b(policy.llm)
             schedule = plan_microbatches(batch.seqlens, 1, 128, plan.row_alignment)
             old = passes.scores(policy, batch, schedule).logprobs

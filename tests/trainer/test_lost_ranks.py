@@ -14,11 +14,10 @@ import torch.distributed as dist
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.parallel import heartbeat, topology
+from pyrl_ext.parallel import heartbeat
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.schema.layout import Module
-from pyrl_ext.trainer.policy import Policy
-from tests.helpers import towers
+from tests.helpers import passes, towers
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import fork_ranks
 from tests.helpers.vision import image_batch, kimi_plan
@@ -50,16 +49,15 @@ def on_rank(
     plan = kimi_plan(folder, *sizes, "optimizer.overlap_grad_reduce=true")
     keys = {"vision": Module(train=True, ranks=ranks, patches_per_microbatch=1 << 20)}
     plan = plan.model_copy(update={"modules": keys})
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = image_batch()
         schedule = Scheduler(plan).schedule(batch.seqlens)
         loss = build_loss(plan.objective)
         assert len(schedule) > 1
-        shard = towers.image_shard(plan, topo, batch, schedule)
+        shard = towers.image_shard(plan, policy.topo, batch, schedule)
         policy.accumulate(shard, loss)
         dist.barrier()
-        with heartbeat.heartbeats(topo) as beats:
+        with heartbeat.heartbeats(policy.topo) as beats:
             clock = Clock(on_phase=beats.enter)
             beats.step = 5
             with clock("time/update"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,6 @@ def whole(module: Module) -> GatheredWeights:
 
 
 def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = str(world.size())
     found: dict[str, Any] = {}
     with topology.start(WRITTEN.plan) as topo:
         policy = build(WRITTEN, topo)

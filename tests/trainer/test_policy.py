@@ -1,7 +1,6 @@
 """One answer under every layout: two rows of `make parity`, the loss scale, what an exception
 leaves behind, and that each mend of megatron-core is needed."""
 
-import os
 from collections import deque
 from unittest.mock import patch
 
@@ -58,13 +57,11 @@ def ranks(folder):
 
 
 def on_one(group, models, folder):
-    os.environ["WORLD_SIZE"] = "1"
     parity.reference(group, models, folder)
     return {"split": gradients_by_split(folder, ()), "exception": after_an_exception(folder, ())}
 
 
 def on_many(group, layouts, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {
         "parity": parity.on_ranks(group, layouts, folder),
         "split": {

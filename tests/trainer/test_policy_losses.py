@@ -6,8 +6,6 @@ import torch
 from benchmarks.end_to_end import loss_tokens
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 from tests.parity import batches, compiled
@@ -22,8 +20,7 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     tokens = [int(loss_tokens(batch, depth).sum()) for depth in (1, 2)]
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         loss = build_loss(plan.objective)
         (norm,) = (
             p for n, p in policy.llm.chunks[0].named_parameters() if "1.final_layernorm" in n
@@ -46,8 +43,7 @@ def tiny_update(loss):
     plan = tiny_plan()
     batch = random_batch(6)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         with pytest.raises(FloatingPointError) as error:
             passes.update(policy, batch, plan_microbatches(batch.seqlens, 1, 128), loss)

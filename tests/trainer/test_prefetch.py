@@ -1,19 +1,16 @@
 """Prefetch: each microbatch once and one ahead at most; a rank takes only the routes it needs."""
 
-import json
-
 import pytest
 import torch
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.parallel import topology
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer import prefetch
-from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.late_upload import LateUpload
-from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
+from tests.helpers.tiny import EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
 pytestmark = pytest.mark.multiprocess
@@ -25,8 +22,7 @@ def test_microbatches_come_once_and_one_ahead_at_most():
     plan = tiny_plan()
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
         taken = []
         for _, ready in prefetch.microbatches(0):
@@ -51,8 +47,7 @@ def test_microbatches_come_once_and_one_ahead_at_most():
 def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, reported):
     plan = compiled("glm mtp 2", tmp_path)
     batch = batches(plan, mtp_routes=reported)[0]
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         prefetch = passes.prefetch(policy, batch, schedule_of([range(8)]), replayed=True, depths=2)
         _, ready = next(prefetch.microbatches(0))
         policy.llm.replay.use(0, ready.routes)
@@ -75,14 +70,11 @@ def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, r
 @pytest.mark.parametrize("experts", [EXPERTS, 256, 257, 384])
 def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, experts):
     """A rank without samples computes padding alone, whatever type an expert id needs."""
-    hf = json.loads((CONFIG.parent / "tiny" / "config.json").read_text())
     small = {"n_routed_experts": experts, "num_hidden_layers": 2, "moe_intermediate_size": 8}
     small["mlp_layer_types"] = ["dense", "sparse"]
-    (tmp_path / "config.json").write_text(json.dumps(hf | small))
-    plan = tiny_plan(f"model.config={tmp_path}/config.json")
+    plan = tiny_plan(write_sizes(tmp_path, hf_of() | small))
     batch = random_batch(3).with_(routes=None, layer_ids=())
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         schedule = schedule_of([range(3)], [()])
         prefetch = passes.prefetch(policy, batch, schedule, replayed=False)
         routes = [ready.routes for _, ready in prefetch.microbatches(0)]
@@ -99,8 +91,7 @@ def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytes
     plan = tiny_plan("objective.reduction=sequence")
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         found = []
         for upload in (prefetch.Upload, LateUpload):
             monkeypatch.setattr(prefetch, "Upload", upload)
@@ -119,8 +110,7 @@ def test_microbatches_never_wait_for_the_device():
     plan = tiny_plan("device=cuda")
     batch = random_batch(12)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         for _ in range(2):  # the first allocates
             prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
             torch.cuda.synchronize()

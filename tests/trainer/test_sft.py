@@ -14,13 +14,14 @@ from pyrl_ext import train
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.trainer.sft import SftStep
+from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
 from tests.helpers.tiny import tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
+CONFIG = CONFIGS / "tiny_sft.yaml"
 SMALL = ("batching.samples=6", "data.held_out=3")  # two minibatches
 DYNAMIC = ("parallel.dp=2", "parallel.dynamic_cp=2")
 LAYOUTS = [

@@ -6,9 +6,9 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan
@@ -26,12 +27,13 @@ from pyrl_ext.trainer import policy
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep
+from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
-CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
+CONFIG = CONFIGS / "tiny_sft.yaml"
 LIMIT = 191
 LAYOUT = ("parallel.dp=2", "parallel.dynamic_cp=2", f"batching.tokens_per_microbatch={LIMIT}")
 SMALL = ("batching.samples=6", "data.held_out=3", "batching.minibatches=2")
@@ -54,15 +56,20 @@ def first_sample(rollout: Rollout, rank: int) -> Rollout:
     return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [])
 
 
+def scored(step: RolloutStep, clock: Clock) -> tuple[Rollout, BatchShard]:
+    """The first rollout, and its rows with log-probs."""
+    step.sync_weights(0, clock)
+    rollout = step.take(0, clock)
+    shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+    return rollout, shard
+
+
 def ratios(*overrides: str) -> list[torch.Tensor]:
     """The log-ratios of loss tokens in the first and in the second minibatch of a step."""
     plan = tiny_plan(*QUICK, "parallel.dp=2", *overrides)
     clock = Clock()
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
-        step.sync_weights(0, clock)
-        rollout = step.take(0, clock)
-        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        rollout, shard = scored(step, clock)
         assert not rollout.samples  # they are rows now
         found = []
         for number in range(2):
@@ -76,7 +83,6 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
 
             step.policy.update(part, loss)
             found.append(torch.cat(seen))
-        step.close()
         return found
 
 
@@ -113,8 +119,7 @@ def skips() -> list[Skipped]:
     plan = tiny_plan(*QUICK, "parallel.dp=2")
     clock = Clock()
     found = list[Skipped]()
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         for groups in (0, 2, 4):
             step.sync_weights(len(found), clock)
             before = {n: x.clone() for n, x in step.policy.weights()}
@@ -124,7 +129,6 @@ def skips() -> list[Skipped]:
             metrics = step.update(shard, clock) | step.metrics(rollout.index, shard, old)
             moved = any(not torch.equal(x, before[n]) for n, x in step.policy.weights())
             found.append(Skipped(metrics, step.policy.updates - known, moved))
-        step.close()
     return found
 
 
@@ -229,15 +233,13 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
     monkeypatch.setattr(Plan, "shares_gpus", True)
     weights = 4 * 303_424
     before = live_storages()  # held, so that none is freed while new ones are counted
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         names = [name for name, _ in held]
         assert names == ["engine", "trainer", "trainer"]  # the last is the frozen reference
         empty, asleep, trainer = (size for _, size in held)
         assert empty < asleep < weights / 10 and trainer > 2 * weights
         step.sync_weights(0, Clock())  # the engine has its memory again
         assert live_bytes() > trainer + 2 * weights
-        step.close()
 
 
 def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
@@ -255,11 +257,8 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
 
     monkeypatch.setattr(rollouts, "build_engine", built)
     monkeypatch.setattr(policy, "stream_of", lambda device: current[0])
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
-        step.sync_weights(0, clock)
-        rollout = step.take(0, clock)
-        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        _, shard = scored(step, clock)
         step.update(shard, clock)
         current[0] = 8
         for call in (
@@ -269,7 +268,6 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
         ):
             with pytest.raises(RuntimeError, match="stream 0x8 is current, expected 0x7, on which"):
                 call()
-        step.close()
 
 
 def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
@@ -279,8 +277,7 @@ def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
     clock = Clock()
     asleep = list[bool]()
     store: Any = dist.distributed_c10d._get_default_store()
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         step.sync_weights(0, clock)
         sleep = step.engine.sleep
         onload = step.policy.onload
@@ -298,7 +295,6 @@ def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
         step.engine.sleep = falls_asleep  # type: ignore[method-assign]
         step.policy.onload = takes_memory  # type: ignore[method-assign]
         step.onload(clock)
-        step.close()
     return asleep
 
 

@@ -1,5 +1,6 @@
 """Weights of a scored batch in a step of a run: against sums over its samples one by one."""
 
+from contextlib import closing
 from itertools import product
 from typing import Any
 
@@ -40,8 +41,7 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
         "objective.normalize_std=false",
     )
     clock = Clock()
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         for parameter in step.policy.llm.named_parameters().values():  # k is not 0 everywhere
             parameter.data.mul_(1.01)
         step.sync_weights(0, clock)
@@ -51,7 +51,6 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
         shard, _ = step.score(shard, index, clock)
         columns = shard.columns
         found = step.weighed
-        step.close()
     cut = index.truncated
     assert cut.any() and not cut.all()
     assert (index.loss_tokens[cut, 0] == 0).all() and (index.loss_tokens[~cut, 0] > 0).all()

@@ -1,7 +1,6 @@
 """A policy whose vision tower is on ranks behind those of the language model, against plain
 autograd through both in one process."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.parallel import topology
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import towers
+from tests.helpers.passes import built
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vision import image_batch, kimi_plan, tower_tensors, whole_tower
 
@@ -50,11 +49,9 @@ def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
 
 
 def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    os.environ["WORLD_SIZE"] = "1"
     plan = kimi_plan(folder)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        tower = whole_tower(plan, topo)
+    with built(plan) as policy:
+        tower = whole_tower(plan, policy.topo)
         inside = towers.InProcess(tower)
         policy.edges = {("vision", 0): inside}  # type: ignore[dict-item]
         loss, logprobs = passes(policy, inside)
@@ -67,7 +64,6 @@ def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], d
 
 
 def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {}
     for name, (vision, llm, train) in LAYOUTS.items():
         keys = Module(
@@ -75,8 +71,7 @@ def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
         )
         plan = kimi_plan(folder, *(f"parallel.{size}" for size in llm))
         plan = plan.model_copy(update={"modules": {"vision": keys}})
-        with topology.start(plan) as topo:
-            policy = Policy.build(plan, topo)
+        with built(plan) as policy:
             loss, logprobs = passes(policy)
             grads = {n: x.clone() for n, x in policy.gradients()}
             weights = {n: x.clone() for n, x in policy.weights()}

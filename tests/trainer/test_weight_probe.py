@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.parallel import topology
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
-from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.step import score_canaries
+from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
@@ -32,11 +31,10 @@ def generated(named: dict[str, Tensor], config: Any) -> Sample:
 def scores(group: Any, *overrides: str) -> list[tuple[float, dict[int, float]]]:
     """A sample with the weights, one with noise of 1e-4 on them, one with routes of others."""
     plan = tiny_plan(*overrides)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         named = {name: tensor.clone() for name, tensor in policy.weights()}
         samples: list[Sample] = []
-        if topo.rank == 0:
+        if policy.topo.rank == 0:
             g = torch.Generator().manual_seed(0)
             noise = {n: torch.randn(w.shape, generator=g) for n, w in named.items()}
             good = generated(named, plan.hf)

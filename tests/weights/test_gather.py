@@ -5,7 +5,6 @@ import math
 import os
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -29,15 +27,17 @@ from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers import passes
+from tests.helpers.configs import hf_of
+from tests.helpers.measured_step import Live
 from tests.helpers.models import COUNTED, FEWER, MODELS
-from tests.helpers.published import Held, in_given_memory
+from tests.helpers.published import in_given_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-TINY = json.loads(Path(__file__).parents[2].joinpath("configs/tiny/config.json").read_text())
-TINY_QWEN3 = json.loads(QWEN3.with_suffix("").joinpath("config.json").read_text())
+TINY = hf_of()
+TINY_QWEN3 = hf_of("tiny_qwen3")
 
 
 def written(folder, name, hf):
@@ -244,10 +244,7 @@ def check_case(policy, updated):
     if updated:
         batch = random_batch(9)
         schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128, cp_size=topo.cp_size)
-        batch = batch.with_(
-            old_logprobs=passes.scores(policy, batch, schedule, replay=False).logprobs
-        )
-        passes.update(policy, batch, schedule, build_loss(policy.plan.objective))
+        passes.step(policy, batch, schedule, replay=False)
         assert len(differing(policy.weights(), drawn(policy))) > 100
         exact = [(name, tensor.clone()) for name, tensor in one_by_one(policy)]
         found["updated"] = differing(policy.weights(), exact)
@@ -258,11 +255,9 @@ def check_case(policy, updated):
 def memory(folder, *overrides):
     """(bytes held at the peak of a publish, of the largest bucket, of the model), a few buckets."""
     plan = plan_of(folder, "wide", TINY | WIDE, "rollout.bucket_bytes=3MiB", *overrides)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
-        with Held() as held:
-            for _ in policy.weights():
-                pass
+    with passes.built(plan, trainable=False) as policy, Live() as held:
+        for _ in policy.weights():
+            pass
     return (
         held.peak,
         max(b.scratch for b in policy.tensors.buckets["llm"]),
@@ -271,7 +266,6 @@ def memory(folder, *overrides):
 
 
 def on_ranks(group, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
     found = {}
     for name, (hf, *overrides) in CASES.items():
         plan = plan_of(folder, name, hf, *overrides)
@@ -302,8 +296,7 @@ def test_GatheredWeights_take_less_than_two_buckets(ranks):
 
 def test_GatheredWeights_of_one_process_are_its_parameters():
     plan, _ = planned(PLANNED[0])
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         live = {t.untyped_storage().data_ptr() for t in policy.llm.named_parameters().values()}
         copied = [n for n, t in policy.weights() if t.untyped_storage().data_ptr() not in live]
         assert not copied and not any(bucket.scratch for bucket in policy.tensors.buckets["llm"])
@@ -316,8 +309,7 @@ def test_GatheredWeights_of_one_process_are_its_parameters():
 def test_GatheredWeights_refuse_a_tensor_that_was_not_planned():
     plan, table = planned(PLANNED[0])
     name = "decoder.layers.2.mlp.router.weight"
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         buckets = plan_buckets(plan, table)
         live = policy.llm.named_parameters()
         for wrong, words in (
@@ -325,28 +317,26 @@ def test_GatheredWeights_refuse_a_tensor_that_was_not_planned():
             (live[name].bfloat16(), r"\[8, 64\] torch.bfloat16 on rank 0"),
         ):
             with pytest.raises(ValueError, match=f"GatheredWeights: {name} is {words}"):
-                next(iter(GatheredWeights(buckets, live | {name: wrong}, topo)))
+                next(iter(GatheredWeights(buckets, live | {name: wrong}, policy.topo)))
         del live[name]
         with pytest.raises(ValueError, match=f"{name} is missing on rank 0, expected"):
-            next(iter(GatheredWeights(buckets, live, topo)))
+            next(iter(GatheredWeights(buckets, live, policy.topo)))
 
 
 def one_fails(group, folder):
     """Rank 1 raises between two buckets; rank 0 writes its last words to a file."""
     heartbeat.INTERVAL = 0.1
     rank, (hf, *_) = group.rank(), CASES["tp2 pp2"]
-    os.environ["WORLD_SIZE"] = str(group.size())
     os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
     plan = plan_of(folder, "fails", hf, "parallel.tp=2", f"rollout.bucket_bytes={SMALL}")
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
-        with heartbeat.heartbeats(topo) as beats:
-            clock = Clock(on_phase=beats.enter)
-            beats.step = 3
-            with clock("time/publish"):
-                for i, _ in enumerate(policy.weights()):
-                    if rank == 1 and i == 20:
-                        raise ValueError("bad luck")
+    own = passes.built(plan, trainable=False)
+    with own as policy, heartbeat.heartbeats(policy.topo) as beats:
+        clock = Clock(on_phase=beats.enter)
+        beats.step = 3
+        with clock("time/publish"):
+            for i, _ in enumerate(policy.weights()):
+                if rank == 1 and i == 20:
+                    raise ValueError("bad luck")
 
 
 def test_GatheredWeights_end_all_ranks_when_one_fails(tmp_path):

@@ -4,6 +4,7 @@ move they see, and an engine that leaves adapters out is found."""
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -128,8 +129,7 @@ def test_an_engine_that_leaves_adapters_out_is_found():
     plan = tiny_plan(*QUICK, "lora.rank=8", "lora.alpha=16", "lora.publish=adapter")
     clock = Clock()
     asked = [Prompt(0, tuple(range(3, 43)))], Sampling(4, seed=3)
-    with topology.start(plan) as topo:
-        step = RolloutStep.build(plan, topo)
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         engine: Any = step.engine
         draw_b(step.policy.llm)
 
@@ -152,4 +152,3 @@ def test_an_engine_that_leaves_adapters_out_is_found():
         assert right < 1e-5 and wrong > 1e-2
         with pytest.raises(RuntimeError, match=r"max_mismatch: .* Every tensor in the engine is"):
             trained_batch(2)
-        step.close()

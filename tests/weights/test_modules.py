@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
 
 from pyrl_ext.models.hf_folder import SafetensorsFolder
-from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.tools import export
-from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.check import full_check, sync_weights
 from pyrl_ext.weights.modules import senders_of
+from tests.helpers import passes
 from tests.helpers.engines import Disturbed
-from tests.helpers.published import Held, in_given_memory
+from tests.helpers.measured_step import Live
+from tests.helpers.published import in_given_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, tiny_plan
 from tests.helpers.traffic import counted
@@ -129,15 +129,14 @@ def differing(named: Any, folder: Path, plan: Plan) -> list[str]:
 
 def checked(plan: Plan, folder: Path) -> dict[str, Any]:
     """How a publish went on this rank."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         found: dict[str, Any] = {"whole": differing(policy.weights(), folder, plan)}
         found["in given memory"] = differing(in_given_memory(policy.weights()), folder, plan)
         names = {name for i, (name, _) in enumerate(policy.weights()) if i % 3 == 1}
         found["only"] = names ^ {name for name, _ in policy.weights(names)}
         buckets = [b for each in policy.tensors.buckets.values() for b in each]
         found["largest"] = max(b.scratch for b in buckets)
-        with Held() as held:
+        with Live() as held:
             for _ in policy.weights():
                 pass
         found["held"] = held.peak
@@ -149,7 +148,8 @@ def checked(plan: Plan, folder: Path) -> dict[str, Any]:
         found["bytes"] = {
             name: sum(b.scratch for b in each) for name, each in policy.tensors.buckets.items()
         }
-        found["rank"], found["firsts"] = topo.rank, {n: g.first for n, g in plan.grids.items()}
+        found["rank"] = policy.topo.rank
+        found["firsts"] = {n: g.first for n, g in plan.grids.items()}
         with pytest.raises(ValueError, match=r"1 names are unknown: \['lm_head.bias'\], expected"):
             policy.weights({"lm_head.bias", *names})
         return found
@@ -157,8 +157,7 @@ def checked(plan: Plan, folder: Path) -> dict[str, Any]:
 
 def with_engine(plan: Plan) -> dict[str, Any]:
     """The findings of checks in an engine on every rank, whose tensor is another on rank 1."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo, trainable=False)
+    with passes.built(plan, trainable=False) as policy:
         engine = HFEngine(plan.hf)
         names = policy.tensors.engine_names
         dtype = torch.float32
@@ -167,11 +166,11 @@ def with_engine(plan: Plan) -> dict[str, Any]:
         found["names"] = len(names)
         check = partial(full_check, engine, policy.weights, names, 0, dtype=dtype)
         found["right"] = check()
-        if topo.rank:
+        if policy.topo.rank:
             at = engine._destinations.parts[WRONG][0]  # in the engine, not in the tensor sent
             at[(0,) * at.dim()] += 1e-4
         found["wrong"] = check()
-        disturbed: Any = Disturbed(engine, flipped) if topo.rank else engine
+        disturbed: Any = Disturbed(engine, flipped) if policy.topo.rank else engine
         try:
             sync_weights(disturbed, policy.weights(), names, 1, dtype=dtype)
         except RuntimeError as error:
@@ -190,11 +189,10 @@ def flipped(named: Any) -> Any:
 
 def written(plan: Plan, folder: Path, source: Path) -> dict[str, Any]:
     """Differences in the folder of a checkpoint, and in the one that the command makes of it."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         policy.save(folder / "checkpoints/step-0")
     code = export.main([str(folder), str(folder / "out"), "modules.vision.ranks=own"])
-    if topo.rank:
+    if policy.topo.rank:
         return {}
     found: dict[str, Any] = {"code": code}
     for kind, at in (("saved", folder / "checkpoints/step-0/hf"), ("exported", folder / "out")):
@@ -211,7 +209,6 @@ def written(plan: Plan, folder: Path, source: Path) -> dict[str, Any]:
 
 
 def on_ranks(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = str(group.size())
     layouts = LAYOUTS[group.size()]
     found: dict[str, Any] = {
         n: checked(each.plan(folder), folder / each.hf) for n, each in layouts.items()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Sample, Sampling
 from tests.helpers.engines import (
     GLM,
@@ -22,10 +21,8 @@ from tests.helpers.engines import (
 pytestmark = pytest.mark.multiprocess
 
 
-def uneven(engine: HFEngine, **more: Any) -> tuple[Any, Sampling]:
-    return prompts_of([3, 7, 2, 5], 128), Sampling(
-        16, samples_per_prompt=3, stop_ids=tuple(range(20, 32)), seed=2, **more
-    )
+PROMPTS = prompts_of([3, 7, 2, 5], 128)
+UNEVEN = Sampling(16, samples_per_prompt=3, stop_ids=tuple(range(20, 32)), seed=2)
 
 
 def key(sample: Sample) -> tuple[int, int]:
@@ -34,13 +31,12 @@ def key(sample: Sample) -> tuple[int, int]:
 
 def test_stream_yields_samples_as_they_finish_in_a_fixed_order():
     engine = engine_of(random_model(GLM), GLM, max_num_seqs=6)
-    prompts, sampling = uneven(engine)
-    come = list(engine.stream(prompts, sampling))
+    come = list(engine.stream(PROMPTS, UNEVEN))
     order = [key(s) for s in come]
     assert order != sorted(order) and len(set(order)) == 12
-    assert [key(s) for s in engine.stream(prompts, sampling)] == order
-    whole = engine.generate(prompts, sampling)
-    assert [key(s) for s in whole] == [(p.id, i) for p in prompts for i in range(3)]
+    assert [key(s) for s in engine.stream(PROMPTS, UNEVEN)] == order
+    whole = engine.generate(PROMPTS, UNEVEN)
+    assert [key(s) for s in whole] == [(p.id, i) for p in PROMPTS for i in range(3)]
     by_key = {key(s): s for s in come}
     assert all(torch.equal(s.tokens, by_key[key(s)].tokens) for s in whole)
 
@@ -50,17 +46,16 @@ def test_stream_yields_samples_as_they_finish_in_a_fixed_order():
 def test_stream_that_is_closed_runs_no_further_forward(error: Any, count: int):
     """The forwards that the model runs are counted: none after the stream is closed."""
     engine = engine_of(random_model(GLM), GLM, max_num_seqs=6)
-    prompts, sampling = uneven(engine)
-    whole = engine.generate(prompts, sampling)
+    whole = engine.generate(PROMPTS, UNEVEN)
     forwards: list[int] = []
     engine.model.register_forward_hook(lambda *_: forwards.append(1))
-    engine.generate(prompts, sampling)
+    engine.generate(PROMPTS, UNEVEN)
     total = len(forwards)
-    first = [key(s) for s in islice(engine.stream(prompts, sampling), count)]
+    first = [key(s) for s in islice(engine.stream(PROMPTS, UNEVEN), count)]
     forwards.clear()
 
     def use() -> None:
-        with closing(engine.stream(prompts, sampling)) as stream:
+        with closing(engine.stream(PROMPTS, UNEVEN)) as stream:
             for number, sample in enumerate(stream):
                 assert key(sample) == first[number]
                 if number + 1 == count:
@@ -74,7 +69,7 @@ def test_stream_that_is_closed_runs_no_further_forward(error: Any, count: int):
         with pytest.raises(error):
             use()
     assert 0 < len(forwards) < total
-    again = engine.generate(prompts, sampling)
+    again = engine.generate(PROMPTS, UNEVEN)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(whole, again, strict=True))
     for a, b in zip(whole, again, strict=True):
         assert a.routes is not None and b.routes is not None
@@ -84,7 +79,7 @@ def test_stream_that_is_closed_runs_no_further_forward(error: Any, count: int):
 def test_stream_fails_when_its_weights_are_replaced():
     model = random_model(GLM)
     engine = engine_of(model, GLM, max_num_seqs=2)
-    stream = engine.stream(*uneven(engine))
+    stream = engine.stream(PROMPTS, UNEVEN)
     next(stream)
     engine.load_weights(checkpoint(model).items(), version=4)
     with pytest.raises(RuntimeError, match="version 3 of the weights was replaced"):
@@ -93,7 +88,6 @@ def test_stream_fails_when_its_weights_are_replaced():
 
 def test_stream_does_not_mix_with_another_of_the_same_engine():
     engine = engine_of(random_model(GLM), GLM, max_num_seqs=4)
-    prompts, sampling = uneven(engine)
-    alone = {key(s): s.response for s in engine.stream(prompts, sampling)}
-    for pair in zip(engine.stream(prompts, sampling), engine.stream(prompts, sampling)):
+    alone = {key(s): s.response for s in engine.stream(PROMPTS, UNEVEN)}
+    for pair in zip(engine.stream(PROMPTS, UNEVEN), engine.stream(PROMPTS, UNEVEN)):
         assert all(s.response == alone[key(s)] for s in pair)

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.rollout.process.client import ProcessEngine
+from tests.helpers.configs import REPOSITORY
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.sleeper import unbuildable
 
 pytestmark = pytest.mark.multiprocess
-
-ROOT = Path(__file__).parents[3]
 
 PARENT = """
 import sys, time
@@ -30,7 +29,7 @@ time.sleep(3600)
 
 def test_server_ends_when_its_trainer_is_killed(tmp_path: Path):
     command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY)
     assert trainer.stdout is not None
     child = os.pidfd_open(int(trainer.stdout.readline()))
     assert wait([child], timeout=0.2) == []

@@ -20,24 +20,20 @@ from tests.helpers.servers import served
 pytestmark = pytest.mark.multiprocess
 
 
-def test_server_answers_every_path_and_caller_as_the_table_says(tmp_path: Path):
+async def test_server_answers_every_path_and_caller_as_the_table_says(tmp_path: Path):
     keys = server_keys(key_folder(tmp_path), "10.0.0.1")
-
-    async def check() -> list[str]:
-        engine = HFEngine(GLM)
-        engine.load_weights(checkpoint(random_model(GLM)).items(), 1)
-        async with served(engine, keys=keys) as client:
-            host, port = client.url.removeprefix("http://").split(":")
-            wrong = []
-            for path in [*TABLE, *ODD]:
-                for caller, key in CALLERS.items():
-                    status = await asyncio.to_thread(raw_call, host, int(port), path, key)
-                    if (status < 400 or status in (400, 404, 409, 500)) != expected(path, caller):
-                        wrong.append(f"{path} by {caller}: {status}")
-            assert engine.version == 1
-            return wrong
-
-    assert asyncio.run(check()) == []
+    engine = HFEngine(GLM)
+    engine.load_weights(checkpoint(random_model(GLM)).items(), 1)
+    async with served(engine, keys=keys) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        wrong = []
+        for path in [*TABLE, *ODD]:
+            for caller, key in CALLERS.items():
+                status = await asyncio.to_thread(raw_call, host, int(port), path, key)
+                if (status < 400 or status in (400, 404, 409, 500)) != expected(path, caller):
+                    wrong.append(f"{path} by {caller}: {status}")
+        assert engine.version == 1
+    assert wrong == []
 
 
 def asgi(path: str, caller: str, **scope: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -53,21 +52,19 @@ def cache_of(spoil: Callable[[Messages], None], cached: int) -> Callable[..., Me
     return twist
 
 
-def ask(twist: Any) -> Answer:
-    async def run(engine: HttpEngine) -> Answer:
+async def ask(twist: Any) -> Answer:
+    with HttpEngine() as engine:
+        engine.twist = twist
         server = Server(engine.address)
         try:
             return await CANARY.ask(server, 1)
         finally:
             await server.close()
 
-    with HttpEngine() as engine:
-        engine.twist = twist
-        return asyncio.run(run(engine))
 
-
-def test_canary_returns_the_answer_through_the_cache():
-    assert ask(cache_of(nothing, LONG - 8)).cached_tokens == LONG - 8
+async def test_canary_returns_the_answer_through_the_cache():
+    answer = await ask(cache_of(nothing, LONG - 8))
+    assert answer.cached_tokens == LONG - 8
 
 
 @pytest.mark.parametrize(
@@ -78,6 +75,8 @@ def test_canary_returns_the_answer_through_the_cache():
         (nothing, LONG - 9, "255 of its 264 tokens came from the cache, expected at least 256"),
     ],
 )
-def test_canary_finds_a_stale_cache(spoil: Callable[[Messages], None], cached: int, says: str):
+async def test_canary_finds_a_stale_cache(
+    spoil: Callable[[Messages], None], cached: int, says: str
+):
     with pytest.raises(ServerFailed, match=says):
-        ask(cache_of(spoil, cached))
+        await ask(cache_of(spoil, cached))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +17,81 @@ from pyrl_ext.rollout.remote.protocol import Partial, Request, encode_routes
 from tests.helpers.http_engine import HttpEngine, Messages, request_of, rows_of, tokens_of
 
 
-def ask(engine: HttpEngine, use: Callable[[Server], Awaitable[Any]], **fields: Any) -> Any:
-    """The result of ``use`` with a client of the server."""
-
-    async def run() -> Any:
-        server = Server(engine.address, **fields)
-        try:
-            return await use(server)
-        finally:
-            await server.close()
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def client(engine: HttpEngine, **fields: Any) -> AsyncIterator[Server]:
+    """A client of the server."""
+    server = Server(engine.address, **fields)
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
-def test_generate_returns_the_whole_answer():
+@asynccontextmanager
+async def pair(**fields: Any) -> AsyncIterator[tuple[HttpEngine, Server]]:
+    """A server and a client of it."""
     with HttpEngine() as engine:
-        request = request_of(1, budget=9)
-        part = Partial(request)
-        answer = ask(engine, lambda server: server.generate(request, part))
+        async with client(engine, **fields) as server:
+            yield engine, server
+
+
+async def test_generate_returns_the_whole_answer():
+    request = request_of(1, budget=9)
+    part = Partial(request)
+    async with pair() as (engine, server):
+        answer = await server.generate(request, part)
     assert list(answer.token_ids) == tokens_of(request) == part.token_ids
     assert answer.finish_reason == "length" and answer.versions == ((0, 9, 1),)
     assert answer.routes is not None and len(answer.routes) == 3 + 9 - 1
     assert engine.asked == [request]
 
 
-def test_generate_keeps_the_tokens_of_a_server_that_dies():
-    with HttpEngine() as engine:
+async def test_generate_keeps_the_tokens_of_a_server_that_dies():
+    request = request_of(1)
+    part = Partial(request)
+    async with pair() as (engine, server):
         engine.dies = 5
-        request = request_of(1)
-        alive = list[bool]()
-        part = Partial(request)
-
-        async def use(server: Server) -> None:
-            with pytest.raises(ServerFailed, match="ended after 5 tokens"):
-                await server.generate(request, part)
-            alive.append(await server.healthy())
-
-        ask(engine, use)
+        with pytest.raises(ServerFailed, match="ended after 5 tokens"):
+            await server.generate(request, part)
+        assert await server.healthy() is False
     assert part.token_ids == tokens_of(request)[:5] and len(part.logprobs) == 5
-    assert alive == [False]
 
 
 # no token at all, and none after some
 @pytest.mark.parametrize("after", [0, 4])
-def test_generate_gives_up_a_server_that_hangs(after: int):
+async def test_generate_gives_up_a_server_that_hangs(after: int):
     """It answers on /health all the time."""
-    with HttpEngine() as engine:
+    part = Partial(request_of(1))
+    async with pair(silence=3.0) as (engine, server):
         engine.hangs_after = after
-
-        async def use(server: Server) -> bool:
-            part = Partial(request_of(1))
-            with pytest.raises(ServerFailed, match=f"no token for 3 s, after {after} of"):
-                await server.generate(request_of(1), part)
-            assert len(part.token_ids) == after and server.failure is not None
-            with pytest.raises(ServerFailed, match="no token for"):
-                await server.generate(request_of(2), Partial(request_of(2)))
-            return await server.healthy()
-
-        assert ask(engine, use, silence=3.0)
+        with pytest.raises(ServerFailed, match=f"no token for 3 s, after {after} of"):
+            await server.generate(request_of(1), part)
+        assert len(part.token_ids) == after and server.failure is not None
+        with pytest.raises(ServerFailed, match="no token for"):
+            await server.generate(request_of(2), Partial(request_of(2)))
+        assert await server.healthy()
 
 
-def test_generate_waits_longer_for_a_server_that_generates_for_others():
-    with HttpEngine() as engine:
+async def test_generate_waits_longer_for_a_server_that_generates_for_others():
+    async with pair(silence=3.0) as (engine, server):
         engine.hangs_after = 0
         engine.busy = True
-
-        async def use(server: Server) -> None:
-            waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
-            await asyncio.sleep(4)
-            assert server.failure is None
-            engine.hangs_after = None
-            await waiting
-
-        ask(engine, use, silence=3.0)
+        waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
+        await asyncio.sleep(4)
+        assert server.failure is None
+        engine.hangs_after = None
+        await waiting
 
 
-def test_generate_is_patient_while_weights_are_published():
-    with HttpEngine() as engine:
+async def test_generate_is_patient_while_weights_are_published():
+    async with pair(silence=3.0) as (engine, server):
         engine.hangs_after = 3
-
-        async def use(server: Server) -> None:
-            server.paused = True
-            waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
-            await asyncio.sleep(0.8)
-            server.paused = False
-            engine.hangs_after = None
-            await waiting
-
-        ask(engine, use, silence=0.2)
+        server.paused = True
+        waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
+        await asyncio.sleep(4)
+        server.paused = False
+        engine.hangs_after = None
+        await waiting
 
 
 def changed(field: str, change: Callable[[Any], Any]) -> Callable[[Request, Messages], list[Any]]:
@@ -123,7 +111,6 @@ def logprob(value: float) -> Callable[[Request, Messages], list[Any]]:
     return twist
 
 
-TWO_ROWS = encode_routes(rows_of([5] * 9, 0, 2))
 NO_FILE = base64.b64encode(b"no file").decode()
 NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
     "log-prob -9999": (logprob(-9999.0), "logprob is .-9999"),
@@ -148,108 +135,80 @@ NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def liar():
-    with HttpEngine() as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_generate_refuses_nonsense(liar: HttpEngine, kind: str):
-    liar.twist, message = NONSENSE[kind]
+async def test_generate_refuses_nonsense(kind: str):
     request = request_of(1)
-
-    async def use(server: Server) -> None:
+    async with pair() as (liar, server):
+        liar.twist, message = NONSENSE[kind]
         with pytest.raises(ServerFailed, match=message) as caught:
             await server.generate(request, Partial(request))
         assert liar.address in str(caught.value)
 
-    ask(liar, use)
 
-
-def test_generate_refuses_no_http():
+async def test_generate_refuses_no_http():
     """Something else listens at the address."""
 
-    async def run() -> None:
-        async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(10)
-            writer.write(b"220 mail ready\r\n\r\n")
-            await writer.drain()
-            writer.close()
+    async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"220 mail ready\r\n\r\n")
+        await writer.drain()
+        writer.close()
 
-        listening = await asyncio.start_server(shout, "127.0.0.1", 0)
-        server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
-        with pytest.raises(ServerFailed):
-            await server.generate(request_of(1), Partial(request_of(1)))
-        assert not await server.healthy()
-        await server.close()
-        listening.close()
-
-    asyncio.run(run())
+    listening = await asyncio.start_server(shout, "127.0.0.1", 0)
+    server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    with pytest.raises(ServerFailed):
+        await server.generate(request_of(1), Partial(request_of(1)))
+    assert not await server.healthy()
+    await server.close()
+    listening.close()
 
 
-def test_generate_tells_a_wrong_request_from_a_failed_server():
-    with HttpEngine() as engine:
-
-        async def use(server: Server) -> None:
-            for status, error in ((400, Refused), (500, ServerFailed), (404, ServerFailed)):
-                engine.status = status
-                with pytest.raises(error, match=f"{status} .*because"):
-                    await server.generate(request_of(1), Partial(request_of(1)))
-            assert server.failure is None  # the router decides
-
-        ask(engine, use)
+async def test_generate_tells_a_wrong_request_from_a_failed_server():
+    async with pair() as (engine, server):
+        for status, error in ((400, Refused), (500, ServerFailed), (404, ServerFailed)):
+            engine.status = status
+            with pytest.raises(error, match=f"{status} .*because"):
+                await server.generate(request_of(1), Partial(request_of(1)))
+        assert server.failure is None  # the router decides
 
 
-def test_generate_gives_up_its_request_when_it_is_cancelled():
-    with HttpEngine(seconds=0.02) as engine:
-
-        async def use(server: Server) -> None:
-            request = request_of(1, budget=10_000)
-            task = asyncio.ensure_future(server.generate(request, Partial(request)))
-            await asyncio.sleep(0.2)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while engine.running:
-                await asyncio.sleep(0.01)
-
-        ask(engine, use)
+async def test_generate_gives_up_its_request_when_it_is_cancelled():
+    async with pair() as (engine, server):
+        engine.seconds = 0.02
+        request = request_of(1, budget=10_000)
+        task = asyncio.ensure_future(server.generate(request, Partial(request)))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine.running:
+            await asyncio.sleep(0.01)
 
 
-def test_control_reads_the_body():
-    with HttpEngine() as engine:
-
-        async def use(server: Server) -> None:
-            assert await server.control("/pause?mode=abort") == {"success": True}
-            with pytest.raises(ServerFailed, match=r"/no: .*False.*expected success"):
-                await server.control("/no")
-            with pytest.raises(ServerFailed, match="no answer within"):
-                await server.control("/slow", timeout=0.1)
-
-        ask(engine, use)
+async def test_control_reads_the_body():
+    async with pair() as (engine, server):
+        assert await server.control("/pause?mode=abort") == {"success": True}
+        with pytest.raises(ServerFailed, match=r"/no: .*False.*expected success"):
+            await server.control("/no")
+        with pytest.raises(ServerFailed, match="no answer within"):
+            await server.control("/slow", timeout=0.1)
     assert engine.controls["/pause"] == 1
 
 
-def test_keys_are_read_from_files_and_sent(tmp_path: Path):
+async def test_keys_are_read_from_files_and_sent(tmp_path: Path):
     for name in ("generate", "control"):
         (tmp_path / name).write_text(f"{name}-{'0' * 32}\n")
     keys = Keys.read(tmp_path)
     assert keys == Keys(f"generate-{'0' * 32}", f"control-{'0' * 32}") and Keys.read(None) == Keys()
     with HttpEngine(keys=keys) as engine:
-
-        async def right(server: Server) -> None:
-            await server.generate(request_of(1), Partial(request_of(1)))
-            await server.control("/pause")
-
-        async def wrong(server: Server) -> None:
+        async with client(engine, keys=keys) as right:
+            await right.generate(request_of(1), Partial(request_of(1)))
+            await right.control("/pause")
+        async with client(engine, keys=Keys(keys.control, keys.generate)) as wrong:
             with pytest.raises(ServerFailed, match="401"):
-                await server.generate(request_of(1), Partial(request_of(1)))
+                await wrong.generate(request_of(1), Partial(request_of(1)))
             with pytest.raises(ServerFailed, match="401"):
-                await server.control("/pause")
-
-        ask(engine, right, keys=keys)
-        ask(engine, wrong, keys=Keys(keys.control, keys.generate))
+                await wrong.control("/pause")
     (tmp_path / "control").unlink()
     with pytest.raises(ValueError, match=r"rollout.keys: .*control, .*expected a file with a key"):
         Keys.read(tmp_path)

@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,6 @@ pytestmark = pytest.mark.multiprocess
 
 MODEL = random_model(GLM)
 SAMPLING = Sampling(12, 1.3, stop_ids=(*range(20, 28),), samples_per_prompt=3, seed=5)
-Check = Callable[..., Coroutine[Any, Any, None]]
-
-
-def asynchronous(check: Check) -> Any:
-    """A test that runs in a loop; it has a minute."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(check(*args, **kwargs), 60))
-
-    run.__name__ = check.__name__
-    run.__doc__ = check.__doc__
-    run.__signature__ = __import__("inspect").signature(check)  # type: ignore[attr-defined]
-    return run
 
 
 def request_of(prompt: Prompt, index: int, sampling: Sampling = SAMPLING, **fields: Any) -> Request:
@@ -73,7 +59,6 @@ def same(answer: Answer, sample: Sample, layers: int = 4) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@asynchronous
 async def test_generate_equals_the_engine(family: str):
     """Several ways of drawing at once, each by its own random streams."""
     config = CONFIGS[family]
@@ -99,7 +84,6 @@ async def test_generate_equals_the_engine(family: str):
     assert "vllm:num_requests_running 0\n" in text
 
 
-@asynchronous
 async def test_generate_does_not_depend_on_an_abort_and_a_second_server():
     prompts = prompts_of([5, 9], GLM["vocab_size"])
     sampling = replace(SAMPLING, stop_ids=())
@@ -139,7 +123,6 @@ async def test_generate_does_not_depend_on_an_abort_and_a_second_server():
         same(whole, sample)
 
 
-@asynchronous
 async def test_pause_keeps_requests_and_their_caches_over_new_weights():
     """The second span is of the new weights."""
     other = random_model(GLM, seed=1)
@@ -168,7 +151,6 @@ async def test_pause_keeps_requests_and_their_caches_over_new_weights():
     assert list(answer.token_ids[begin:]) != old[0].response[begin:]
 
 
-@asynchronous
 async def test_pause_waits_for_what_runs_and_holds_what_comes():
     engine = engine_of(MODEL, GLM)
     gate = Gate(engine)
@@ -191,7 +173,6 @@ async def test_pause_waits_for_what_runs_and_holds_what_comes():
         assert (await second).finish_reason in ("stop", "length")
 
 
-@asynchronous
 async def test_generate_of_two_kinds_at_once_both_go_on():
     """A short greedy request ends while a long one that draws still runs."""
     engine = engine_of(MODEL, GLM)
@@ -210,7 +191,6 @@ async def test_generate_of_two_kinds_at_once_both_go_on():
         assert len((await begun).token_ids) == 150
 
 
-@asynchronous
 async def test_generate_aborts_for_a_client_that_goes_away():
     engine = engine_of(MODEL, GLM)
     gate = Gate(engine)
@@ -233,7 +213,6 @@ async def test_generate_aborts_for_a_client_that_goes_away():
         assert client.server.worker.counts["generation"] == 3 + len(last.token_ids)
 
 
-@asynchronous
 async def test_generate_aborts_what_is_added_after_its_client_went_away():
     engine = engine_of(MODEL, GLM)
     gate = Gate(engine)
@@ -253,7 +232,6 @@ async def test_generate_aborts_what_is_added_after_its_client_went_away():
         assert client.server.worker.counts["generation"] < tokens + 150
 
 
-@asynchronous
 async def test_wrong_calls_are_refused_with_a_reason():
     engine = HFEngine(GLM)
     (prompt,) = prompts_of([5], GLM["vocab_size"])
@@ -289,7 +267,6 @@ async def test_wrong_calls_are_refused_with_a_reason():
         assert found == {"results": [engine.checksums(names)]}
 
 
-@asynchronous
 async def test_weights_that_make_nan_end_requests_with_an_error():
     engine = engine_of(MODEL, GLM)
     with torch.no_grad():

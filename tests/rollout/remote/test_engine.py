@@ -110,15 +110,24 @@ class OneByOne(Versions):
 
 
 @contextmanager
-def over(engines: Sequence[HttpEngine], **options: Any) -> Iterator[ServersEngine]:
+def over(
+    engines: Sequence[HttpEngine], publish: Versions | None = None, **options: Any
+) -> Iterator[ServersEngine]:
+    """An engine over the servers."""
+    servers = [Server(each.address) for each in engines]
+    publisher = cast(Publisher, publish or Versions())
+    with closing(ServersEngine(servers, MODEL, publisher, patience=10.0, **options)) as engine:
+        yield engine
+
+
+@contextmanager
+def loaded(
+    engines: Sequence[HttpEngine], publish: Versions | None = None
+) -> Iterator[ServersEngine]:
     """An engine over the servers, with weights of version 1."""
-    servers = [Server(each.address, silence=5.0) for each in engines]
-    engine = ServersEngine(servers, MODEL, cast(Publisher, Versions()), patience=10.0, **options)
-    try:
+    with over(engines, publish) as engine:
         engine.load_weights([], 1)
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture
@@ -142,7 +151,7 @@ def assert_right(sample: Sample, seed: int = 5) -> None:
 
 
 def test_engine_streams_samples(engines: list[HttpEngine]):
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         found = engine.generate(PROMPTS, SAMPLING)
         assert [(s.prompt_id, s.index) for s in found] == [
             (p.id, i) for p in PROMPTS for i in range(3)
@@ -159,7 +168,7 @@ def test_engine_streams_samples(engines: list[HttpEngine]):
 def test_engine_asks_as_sampling_says(engines: list[HttpEngine]):
     engines[0].stops = engines[1].stops = 4
     sampling = Sampling(6, 0.5, 0.9, 7, (3, 4), seed=2**70 % 2**63)
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         (sample,) = engine.generate(PROMPTS[:1], sampling)
         assert sample.finish_reason == "stop" and len(sample.response) == 4
         engine.generate(PROMPTS[1:2], Sampling(6, 0.5, 0.9, greedy=True))
@@ -188,7 +197,7 @@ def script(sample: Sample) -> list[int] | None:
 @pytest.mark.parametrize("late", [False, True])
 def test_engine_answers_turns_and_asks_for_new_routes_only(engines: list[HttpEngine], late: bool):
     feed = ScriptedFeed(first_turns(PROMPTS[:4], 2, 6), script, late=late)
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         found = by_turn(answers(engine, feed, SAMPLING))
     assert len(found) == 4 * 2 * 3
     for sample in found.values():
@@ -206,7 +215,7 @@ def test_engine_answers_turns_and_asks_for_new_routes_only(engines: list[HttpEng
 
 def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEngine]):
     engines[0].dies = 60
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         for sample in engine.generate(PROMPTS, SAMPLING):
             assert_right(sample)
         engine.load_weights([], 2)
@@ -223,7 +232,7 @@ def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEn
 
 def test_engine_stops_when_too_few_servers_are_left(engines: list[HttpEngine]):
     engines[0].dies, engines[1].dies = 60, 90
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         with pytest.raises(RuntimeError, match="0 of 2 servers are left, expected at least 1"):
             engine.generate(PROMPTS, SAMPLING)
         with pytest.raises(RuntimeError, match="0 of 2 servers"):
@@ -236,7 +245,7 @@ def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpE
         each.seconds = 0.01
     found: dict[int, list[Sample]] = {}
 
-    with over(engines) as engine:
+    with loaded(engines) as engine:
 
         def generate(seed: int) -> None:
             sampling = Sampling(40, samples_per_prompt=2, seed=seed)
@@ -275,7 +284,7 @@ def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpE
 
 def test_engine_gives_up_what_a_closed_stream_asked_for(engines: list[HttpEngine]):
     engines[1].seconds = 1.0
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         with closing(engine.stream(PROMPTS, Sampling(2, samples_per_prompt=1, seed=5))) as stream:
             samples = [next(stream)]
         while any(each.running for each in engines):
@@ -293,10 +302,8 @@ def test_engine_takes_answers_of_servers_that_have_new_weights_before_others(
 ):
     for each in engines:
         each.seconds = 0.01
-    servers = [Server(each.address, silence=5.0) for each in engines]
     sampling = Sampling(30, samples_per_prompt=2, seed=5)
-    with closing(ServersEngine(servers, MODEL, cast(Publisher, OneByOne()))) as engine:
-        engine.load_weights([], 1)
+    with loaded(engines, OneByOne()) as engine:
         with ThreadPoolExecutor(1) as pool:
             came = pool.submit(engine.generate, PROMPTS, sampling)
             while sum(each.generated for each in engines) < 200:
@@ -314,9 +321,7 @@ def test_engine_gives_no_routes_of_earlier_weights_to_a_turn_of_new_ones(
     """The turn is asked for while the new weights are on their way."""
     publish = Waiting()
     publish.goes_on.set()
-    servers = [Server(each.address, silence=5.0) for each in engines]
-    with closing(ServersEngine(servers, MODEL, cast(Publisher, publish))) as engine:
-        engine.load_weights([], 1)
+    with loaded(engines, publish) as engine:
         publish.begun.clear()
         publish.goes_on.clear()
         loader = threading.Thread(target=engine.load_weights, args=([], 2))
@@ -344,7 +349,7 @@ def test_engine_gives_no_routes_of_earlier_weights_to_a_turn_of_new_ones(
 def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
     for each in engines:
         each.seconds = 0.2
-    with over(engines) as engine, ThreadPoolExecutor(1) as pool:
+    with loaded(engines) as engine, ThreadPoolExecutor(1) as pool:
         came = pool.submit(engine.generate, PROMPTS, Sampling(1000, seed=5))
         while not any(each.running for each in engines):
             time.sleep(0.005)
@@ -356,7 +361,7 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
 def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[HttpEngine]):
     """All ranks know it before; one that gathers alone would wait for the others forever."""
     read = list[int]()
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         for each in engine.router.states:
             engine.loop.call_soon_threadsafe(engine.router.take_out, each, "it is lost")
         with pytest.raises(RuntimeError, match="0 of 2 servers are left"):
@@ -367,9 +372,7 @@ def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[H
 def test_engine_publishes_beside_what_calls_it(engines: list[HttpEngine]):
     """Requests wait for the new version, and end with a publish that fails."""
     publish = Waiting()
-    servers = [Server(each.address) for each in engines]
-    options: dict[str, Any] = {"patience": 10.0, "keep": KeptBuckets(1 << 10)}
-    with closing(ServersEngine(servers, MODEL, cast(Publisher, publish), **options)) as engine:
+    with over(engines, publish, keep=KeptBuckets(1 << 10)) as engine:
         for version in (1, 2):
             engine.load_weights([("a", torch.ones(2))], version)
             assert publish.begun.wait(DEADLINE)
@@ -396,29 +399,26 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
         publish.failing = reasons
     else:
         publish.wrong = reasons
-    servers = [Server(each.address) for each in engines]
-    engine = ServersEngine(servers, MODEL, cast(Publisher, publish), patience=10.0)
-    engine.load_weights([], 1)
-    reasons[servers[1].address] = "its digest differs"
-    engine.load_weights([], 2)
-    assert engine.samples_stale() == (when == "after it") and not engine.samples_stale()
-    assert [state.used for state in engine.router.states] == [True, False]
-    for sample in engine.generate(PROMPTS, SAMPLING):
-        assert_right(sample)
-    assert not engines[1].asked
-    reasons.clear()
-    while not engine.router.states[1].there:
-        time.sleep(0.05)
-    engine.load_weights([], 3)
-    assert engine.metrics()["servers/used"] == 2
-    engine.generate(PROMPTS, SAMPLING)
-    assert engines[1].asked
-    engine.close()
+    with loaded(engines, publish) as engine:
+        reasons[engines[1].address] = "its digest differs"
+        engine.load_weights([], 2)
+        assert engine.samples_stale() == (when == "after it") and not engine.samples_stale()
+        assert [state.used for state in engine.router.states] == [True, False]
+        for sample in engine.generate(PROMPTS, SAMPLING):
+            assert_right(sample)
+        assert not engines[1].asked
+        reasons.clear()
+        while not engine.router.states[1].there:
+            time.sleep(0.05)
+        engine.load_weights([], 3)
+        assert engine.metrics()["servers/used"] == 2
+        engine.generate(PROMPTS, SAMPLING)
+        assert engines[1].asked
 
 
 def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]):
     """A server that was lost waits for a publish of all tensors."""
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         engine.run(lost(engine))
         while not engine.router.states[1].there:
             time.sleep(0.05)
@@ -426,9 +426,8 @@ def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]
             engine.load_weights([], version, only)
             assert [state.used for state in engine.router.states] == [True, used]
             assert (engines[0].version, engines[1].version) == (version, version if used else 1)
-    servers = [Server(each.address) for each in engines]
     says = pytest.raises(RuntimeError, match="only some are sent, expected a load_weights")
-    with closing(ServersEngine(servers, MODEL, cast(Publisher, Versions()))) as engine, says:
+    with over(engines) as engine, says:
         engine.load_weights([], 1, ["a"])
 
 
@@ -436,9 +435,9 @@ async def lost(engine: ServersEngine) -> None:
     engine.router.take_out(engine.router.states[1], "it is lost")
 
 
-def nonsense(field: str, value: Any) -> Any:
+def with_routes(value: Any) -> Any:
     def twist(request: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        messages[-1]["choices"][0][field] = value
+        messages[-1]["choices"][0]["routed_experts"] = value
         return messages
 
     return twist
@@ -447,13 +446,13 @@ def nonsense(field: str, value: Any) -> Any:
 def test_engine_checks_routes_and_tokens_against_the_model(engines: list[HttpEngine]):
     rows = rows_of([5] * 30, 0, 11)
     messages = {
-        "no routes": nonsense("routed_experts", None),
-        "experts 0 to 9": nonsense("routed_experts", encode_routes(rows % 2 * 9)),
-        r"routes \(11, 3, 2\)": nonsense("routed_experts", encode_routes(rows[:, :3])),
+        "no routes": with_routes(None),
+        "experts 0 to 9": with_routes(encode_routes(rows % 2 * 9)),
+        r"routes \(11, 3, 2\)": with_routes(encode_routes(rows[:, :3])),
     }
     for message, twist in messages.items():
         engines[1].twist = twist
-        with over(engines) as engine:
+        with loaded(engines) as engine:
             for sample in engine.generate([Prompt(p.id, (5, 6)) for p in PROMPTS], SAMPLING):
                 assert_right(sample)
             assert not engine.router.states[1].used
@@ -465,7 +464,7 @@ def test_engine_samples_the_last_tokens_again_where_a_stop_string_may_begin(
 ):
     """The server of the second part looks for stop strings in its own tokens alone."""
     engines[0].dies = 5  # four are kept, of which two may be of a stop string of three bytes
-    with over(engines) as engine:
+    with loaded(engines) as engine:
         (sample,) = engine.generate(PROMPTS[:1], Sampling(10, seed=5, stop=("abc",)))
         assert_right(sample)
         assert len(engines[1].asked[0].token_ids) == 2 + 4 - 2

@@ -14,8 +14,9 @@ import torch
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.identity import make_identity
+from tests.helpers.rows import rows_of
 from tests.helpers.server_processes import ServerProcess
-from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
+from tests.helpers.server_runs import COMMON, assert_same, over, run
 from tests.helpers.servers import running
 from tests.helpers.tiny import tiny_plan
 from tests.helpers.wrong_routes import StaleRoutes, server_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from pyrl_ext.rollout.remote.client import Refused, Server
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.rollout.remote.router import Router
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.http_engine import (
     HttpEngine,
     Messages,
@@ -24,30 +25,33 @@ from tests.helpers.http_engine import (
     tokens_of,
 )
 
-Use = Callable[[Router], Awaitable[Any]]
-
 
 def nothing(request: Request, answer: Answer) -> None:
     """No check beyond the protocol's."""
 
 
-def route(
-    engines: Sequence[HttpEngine], use: Use, limit: int = 64, least: int = 1, **fields: Any
-) -> Any:
-    """The result of ``use`` with a router over the servers, which have weights of version 1."""
+@asynccontextmanager
+async def route(
+    engines: Sequence[HttpEngine],
+    limit: int = 64,
+    least: int = 1,
+    check: Callable[[Request, Answer], None] = nothing,
+    silence: float = 60.0,
+) -> AsyncIterator[Router]:
+    """A router over the servers, which have weights of version 1."""
+    servers = [Server(each.address, silence=silence) for each in engines]
+    router = Router(servers, limit, least, check, "test")
+    try:
+        await router.ready(10)
+        release(router, engines, 1)
+        yield router
+    finally:
+        await router.close()
 
-    async def run() -> Any:
-        fields.setdefault("silence", 60.0)
-        check = fields.pop("check", nothing)
-        router = Router([Server(e.address, **fields) for e in engines], limit, least, check, "test")
-        try:
-            await router.ready(10)
-            router.release(1, dict.fromkeys((e.address for e in engines), None))
-            return await use(router)
-        finally:
-            await router.close()
 
-    return asyncio.run(run())
+def release(router: Router, engines: Sequence[HttpEngine], version: int) -> None:
+    """All servers have the version."""
+    router.release(version, dict.fromkeys((each.address for each in engines), None))
 
 
 async def all_of(router: Router, requests: Sequence[Request]) -> list[Parts]:
@@ -79,128 +83,86 @@ def engines():
 GROUPS = [request_of(prompt, index) for prompt in range(24) for index in range(4)]
 
 
-def test_router_keeps_groups_together_and_spreads_them(engines: list[HttpEngine]):
-    assert_whole(GROUPS, route(engines, lambda r: all_of(r, GROUPS)))
+async def test_router_keeps_groups_together_and_spreads_them(engines: list[HttpEngine]):
+    async with route(engines) as router:
+        assert_whole(GROUPS, await all_of(router, GROUPS))
     held = [{request.random_stream[1] for request in each.asked} for each in engines]
     assert sum(map(len, held)) == len(set.union(*held)) == 24
     assert min(map(len, held)) >= 6
 
 
-def test_router_keeps_the_turns_of_a_trajectory_with_one_server(engines: list[HttpEngine]):
-    async def use(router: Router) -> None:
+async def test_router_keeps_the_turns_of_a_trajectory_with_one_server(engines: list[HttpEngine]):
+    async with route(engines) as router:
+
         async def trajectory(prompt: int) -> None:
             for turn in range(3):
                 await router.answer(prompt, request_of(prompt, turn))
 
         await asyncio.gather(*map(trajectory, range(12)))
         router.forget(range(12))
-
-    route(engines, use)
     held = [{request.random_stream[1] for request in each.asked} for each in engines]
     assert sum(map(len, held)) == len(set.union(*held)) == 12
 
 
-def test_router_gives_a_server_no_more_than_its_limit(engines: list[HttpEngine]):
+async def test_router_gives_a_server_no_more_than_its_limit(engines: list[HttpEngine]):
     for each in engines:
         each.seconds = 0.01  # a token: requests overlap
-
-    async def use(router: Router) -> list[Parts]:
-        found = await all_of(router, GROUPS)
+    async with route(engines, limit=5) as router:
+        assert_whole(GROUPS, await all_of(router, GROUPS))
         assert router.traffic.queue_max >= 96 - 3 * 5 and router.traffic.queue_seconds > 0
-        return found
-
-    assert_whole(GROUPS, route(engines, use, limit=5))
     assert max(each.most_running for each in engines) == 5
 
 
+def lie(request: Request, messages: Messages) -> Messages:
+    messages[6]["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
+    return messages
+
+
 # how a server fails, and what the message says
-def die(engine: HttpEngine) -> None:
-    engine.dies = 100
-
-
-def hang(engine: HttpEngine) -> None:
-    engine.hangs_after = 5
-
-
-def hang_at_once(engine: HttpEngine) -> None:
-    engine.hangs_after = 0
-
-
-def lie(engine: HttpEngine) -> None:
-    def twist(request: Request, messages: Messages) -> Messages:
-        messages[6]["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
-        return messages
-
-    engine.twist = twist
-
-
-def serve_others_weights(engine: HttpEngine) -> None:
-    engine.version = 9
-
-
-def serve_old_weights(engine: HttpEngine) -> None:
-    engine.version = 0
-
-
-def fail_at_once(engine: HttpEngine) -> None:
-    engine.status = 500
-
-
-FAULTS: dict[Callable[[HttpEngine], None], str] = {
-    die: "connection ended",
-    hang: "no token for",
-    hang_at_once: "no token for",
-    lie: "logprob is '-9999.0'",
-    serve_others_weights: "weights of version 9",
-    serve_old_weights: "weights of version 0",
-    fail_at_once: "500",
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    "dies": ("dies", 100, "connection ended"),
+    "hangs": ("hangs_after", 5, "no token for"),
+    "hangs at once": ("hangs_after", 0, "no token for"),
+    "lies": ("twist", lie, "logprob is '-9999.0'"),
+    "serves others' weights": ("version", 9, "weights of version 9"),
+    "serves old weights": ("version", 0, "weights of version 0"),
+    "fails at once": ("status", 500, "500"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_router_gives_the_requests_of_a_failed_server_to_others(
-    engines: list[HttpEngine],
-    fault: Callable[[HttpEngine], None],
-    capsys: pytest.CaptureFixture[str],
+async def test_router_gives_the_requests_of_a_failed_server_to_others(
+    engines: list[HttpEngine], fault: str, capsys: pytest.CaptureFixture[str]
 ):
-    fault(engines[1])
-
-    async def use(router: Router) -> list[Parts]:
-        found = await all_of(router, GROUPS)
+    attribute, value, reason = FAULTS[fault]
+    setattr(engines[1], attribute, value)
+    async with route(engines, silence=6.0) as router:
+        assert_whole(GROUPS, await all_of(router, GROUPS))
         assert [state.used for state in router.states] == [True, False, True]
-        assert FAULTS[fault] in (router.states[1].server.reason or "")
+        assert reason in (router.states[1].server.reason or "")
         assert router.traffic.resent > 0
-        return found
-
-    assert_whole(GROUPS, route(engines, use, silence=6.0))
     assert f"{engines[1].address}" in (said := capsys.readouterr().err) and "2 servers are" in said
     kept = {len(r.token_ids) - 3 for each in (engines[0], engines[2]) for r in each.asked}
-    if fault is hang:  # others went on from the tokens that were there
+    if fault == "hangs":  # others went on from the tokens that were there
         assert max(kept) == 4
-    elif fault is not die:  # what it sent is nothing that one could trust
+    elif fault != "dies":  # what it sent is nothing that one could trust
         assert kept == {0}
 
 
-def test_router_checks_answers_before_it_uses_them(engines: list[HttpEngine]):
+async def test_router_checks_answers_before_it_uses_them(engines: list[HttpEngine]):
     def check(request: Request, answer: Answer) -> None:
-        if router_wants[0] and answer.request_id in {r.request_id for r in engines[2].asked}:
+        if answer.request_id in {r.request_id for r in engines[2].asked}:
             raise ProtocolError("token 900, expected one of the vocabulary")
 
-    router_wants = [True]
-
-    async def use(router: Router) -> list[Parts]:
-        found = await all_of(router, GROUPS)
+    async with route(engines, check=check) as router:
+        assert_whole(GROUPS, await all_of(router, GROUPS))
         assert "token 900" in (router.states[2].server.reason or "")
-        return found
-
-    assert_whole(GROUPS, route(engines, use, check=check))
 
 
-def test_router_stops_when_too_few_servers_are_left(engines: list[HttpEngine]):
+async def test_router_stops_when_too_few_servers_are_left(engines: list[HttpEngine]):
     for engine in engines[:2]:
-        die(engine)
-
-    async def use(router: Router) -> None:
+        engine.dies = 100
+    async with route(engines, least=2) as router:
         with pytest.raises(RuntimeError) as caught:
             await all_of(router, GROUPS)
         message = str(caught.value)
@@ -210,30 +172,22 @@ def test_router_stops_when_too_few_servers_are_left(engines: list[HttpEngine]):
         with pytest.raises(RuntimeError, match="1 of 3 servers"):
             await router.answer(1, request_of(1))
 
-    route(engines, use, least=2)
 
-
-def test_router_names_servers_that_never_came(engines: list[HttpEngine]):
+async def test_router_names_servers_that_never_came(engines: list[HttpEngine]):
     engines[0].close()
-
-    async def run() -> None:
-        router = Router([Server(e.address) for e in engines], 8, 3, nothing)
-        with pytest.raises(
-            RuntimeError, match=f"(?s)0 of 3.*{engines[0].address}: does not answer"
-        ):
-            await router.ready(0.1)
-        await router.close()
-
-    asyncio.run(run())
+    router = Router([Server(e.address) for e in engines], 8, 3, nothing)
+    message = f"(?s)0 of 3.*{engines[0].address}: does not answer"
+    with pytest.raises(RuntimeError, match=message):
+        await router.ready(0.1)
+    await router.close()
 
 
-def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[HttpEngine]):
+async def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[HttpEngine]):
     """As in a publish with pause abort: held, aborted, and released with another version."""
     for engine in engines:
         engine.seconds = 0.01
     requests = [request_of(prompt, budget=30) for prompt in range(12)]
-
-    async def use(router: Router) -> list[Parts]:
+    async with route(engines) as router:
         task = asyncio.ensure_future(all_of(router, requests))
         while sum(each.generated for each in engines) < 100:
             await asyncio.sleep(0.005)
@@ -249,13 +203,10 @@ def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[HttpEn
         for state in router.states:
             await state.server.control("/finish_weight_update", {"weight_version": "2"})
             await state.server.control("/resume")
-        router.release(2, dict.fromkeys((e.address for e in engines), None))
+        release(router, engines, 2)
         found = await task
         assert (await late).versions == [(0, 12, 2)]
         assert router.traffic.aborted_parts == 12 and router.traffic.resent == 0
-        return found
-
-    found = route(engines, use)
     assert_whole(requests, found)
     for parts in found:
         assert [version for _, _, version in parts.versions] == [1, 2]
@@ -263,24 +214,21 @@ def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[HttpEn
     assert salts == {("1", False), ("2", True), ("2", False)}
 
 
-def test_router_drops_tokens_of_unknown_weights(engines: list[HttpEngine]):
+async def test_router_drops_tokens_of_unknown_weights(engines: list[HttpEngine]):
     """Requests that were kept through a publish, on a server that dies afterwards."""
     for engine in engines:
         engine.seconds = 0.01
     requests = [request_of(prompt, budget=30) for prompt in range(6)]
-
-    async def use(router: Router) -> list[Parts]:
+    async with route(engines) as router:
         task = asyncio.ensure_future(all_of(router, requests))
         while sum(each.generated for each in engines) < 50:
             await asyncio.sleep(0.005)
         router.hold(2)
         for engine in engines:
             engine.version = 2
-        router.release(2, dict.fromkeys((e.address for e in engines), None))
+        release(router, engines, 2)
         engines[1].dies = 3
-        return await task
-
-    found = route(engines, use)
+        found = await task
     assert_whole(requests, found)
     again = [r for each in engines for r in each.asked if r.request_id.endswith("-2")]
     assert again and all(len(r.token_ids) == 3 for r in again)
@@ -288,8 +236,11 @@ def test_router_drops_tokens_of_unknown_weights(engines: list[HttpEngine]):
     assert [2] in spans and [1, 2] in spans
 
 
-def test_router_takes_a_server_back_that_has_the_weights(engines: list[HttpEngine]):
-    async def use(router: Router) -> None:
+async def test_router_takes_a_server_back_that_has_the_weights(
+    engines: list[HttpEngine], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("pyrl_ext.rollout.remote.router.PROBE_S", DEADLINE)  # the test asks itself
+    async with route(engines) as router:
         engines[1].status = 500
         await all_of(router, GROUPS)
         engines[1].status = None
@@ -311,43 +262,33 @@ def test_router_takes_a_server_back_that_has_the_weights(engines: list[HttpEngin
             assert bool(engines[1].asked) == (publish == 3)
             await router._probed()
 
-    route(engines, use)
 
-
-def test_router_takes_out_a_server_that_aborts_without_a_publish(engines: list[HttpEngine]):
+async def test_router_takes_out_a_server_that_aborts_without_a_publish(engines: list[HttpEngine]):
     def aborts(request: Request, messages: Messages) -> Messages:
         last = messages[-1]["choices"][0]
         last |= {"token_ids": [], "logprobs": None, "finish_reason": "abort"}
         return [{"choices": [last | {"weight_versions": None, "routed_experts": None}]}]
 
     engines[1].twist = aborts
-
-    async def use(router: Router) -> list[Parts]:
-        found = await asyncio.wait_for(all_of(router, GROUPS), 60)
+    async with route(engines) as router:
+        assert_whole(GROUPS, await asyncio.wait_for(all_of(router, GROUPS), 60))
         reason = router.states[1].server.reason
         assert reason is not None and "an abort without a new token" in reason
-        return found
-
-    assert_whole(GROUPS, route(engines, use))
 
 
-def test_router_raises_what_no_server_would_take(engines: list[HttpEngine]):
+async def test_router_raises_what_no_server_would_take(engines: list[HttpEngine]):
     for engine in engines:
         engine.status = 400
-
-    async def use(router: Router) -> None:
+    async with route(engines) as router:
         with pytest.raises(Refused, match="400"):
             await router.answer(1, request_of(1))
         assert all(state.used for state in router.states)
 
-    route(engines, use)
 
-
-def test_router_leaves_nothing_behind_of_streams_that_were_closed(engines: list[HttpEngine]):
+async def test_router_leaves_nothing_behind_of_streams_that_were_closed(engines: list[HttpEngine]):
     for engine in engines:
         engine.seconds = 0.01
-
-    async def use(router: Router) -> None:
+    async with route(engines, limit=10) as router:
         for _ in range(3):
             tasks = [asyncio.ensure_future(router.answer(r.random_stream[1], r)) for r in GROUPS]
             await asyncio.sleep(0.05)
@@ -361,8 +302,6 @@ def test_router_leaves_nothing_behind_of_streams_that_were_closed(engines: list[
         assert not router._bound and not router._waiting
         while any(each.running for each in engines):
             await asyncio.sleep(0.01)
-
-    route(engines, use, limit=10)
 
 
 def answer_of(request: Request, count: int, finish: str, version: int = 1) -> Answer:
@@ -383,7 +322,6 @@ def answer_of(request: Request, count: int, finish: str, version: int = 1) -> An
 def test_parts_put_a_response_together(first: int, died: bool):
     request = request_of(4, routes_from=2)
     parts = Parts(request)
-    asked = request
     asked = parts.rest("1")
     if died:
         part = Partial(asked)

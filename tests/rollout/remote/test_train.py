@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.identity import identity_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import rows_of
 from tests.helpers.server_processes import server_processes
-from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
+from tests.helpers.server_runs import COMMON, assert_same, over, run
 from tests.helpers.servers import running
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
@@ -27,7 +27,6 @@ STATES = "model.family=qwen3_next", "model.config=tiny_qwen3_next/config.json"
 
 
 def on_rank(_group: Any, folder: Path, *overrides: str) -> None:
-    os.environ["WORLD_SIZE"] = "2"
     assert run(folder, *overrides)[0] == 0
 
 

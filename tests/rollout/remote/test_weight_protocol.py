@@ -29,16 +29,16 @@ WANTED = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 BOUND = sum(-(-4 * t.numel() // 64) * 64 for t in TENSORS.values())
 
 
-def frames(tensors: dict[str, Tensor] = TENSORS, version: int = 3) -> list[bytes]:
+def frames(tensors: dict[str, Tensor] = TENSORS) -> list[bytes]:
     found = list[bytes]()
     number = 0
     allocate: Callable[[int], Tensor] = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
     for bucket, buffer in buckets_of(tensors.items(), 60, allocate):
-        head = protocol.bucket_frame(number, version, bucket, buffer)
+        head = protocol.bucket_frame(number, 3, bucket, buffer)
         found.append(head + buffer[: bucket.bytes].numpy().tobytes())
         number += 1
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return [*found, protocol.end_frame(number, version, shapes)]
+    return [*found, protocol.end_frame(number, 3, shapes)]
 
 
 class Stream:

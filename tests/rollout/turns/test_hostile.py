@@ -13,54 +13,41 @@ from tests.helpers.conversations import carrying, hold, reason
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.environments import (
     ENDS_WORKER,
+    GOOD,
     HOSTILE,
-    ChangesFolder,
-    ClosesBadly,
     FailsTwice,
     FailsTwiceAsync,
-    Forks,
     Good,
-    GoodAsync,
-    HugeInfo,
-    Prints,
+    HangsAsync,
+    Make,
     Spins,
-    Waits,
     host,
 )
 
-GOOD: list[type[Good]] = [
-    Good,
-    GoodAsync,
-    ClosesBadly,
-    HugeInfo,
-    ChangesFolder,
-    Forks,
-    Prints,
-]
-KINDS: list[type[Good]] = [*HOSTILE, *GOOD]
+KINDS: dict[str, Make] = {name: make for name, (make, _) in HOSTILE.items()} | GOOD
 
 
 @pytest.fixture(scope="module")
 def held() -> Any:
     """One rollout with every kind of environment at the same time, in one worker."""
-    kinds = dict(enumerate(KINDS))
+    kinds = dict(enumerate(KINDS.values()))
     found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=6.0)
     by_kind = {kind: found[i, 0] for i, kind in enumerate(KINDS)}
     return by_kind, feed
 
 
-@pytest.mark.parametrize("kind", HOSTILE, ids=lambda kind: kind.__name__)
-def test_converse_drops_a_hostile_environment_with_its_reason(held: Any, kind: type[Good]):
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_converse_drops_a_hostile_environment_with_its_reason(held: Any, kind: str):
     conversation = held[0][kind]
     assert conversation.samples is None
-    assert conversation.dropped.reason == HOSTILE[kind], conversation.dropped
-    number = KINDS.index(kind)
+    assert conversation.dropped.reason == HOSTILE[kind][1], conversation.dropped
+    number = [*KINDS].index(kind)
     assert f"(prompt {number}, trajectory 0" in str(conversation.dropped)
     assert "expected" in str(conversation.dropped)
 
 
 @pytest.mark.parametrize("kind", GOOD)
-def test_converse_keeps_good_environments_among_hostile_ones(held: Any, kind: type[Good]):
+def test_converse_keeps_good_environments_among_hostile_ones(held: Any, kind: str):
     conversation = held[0][kind]
     assert conversation.dropped is None
     assert [sample.reward for sample in conversation.samples] == [2.0]
@@ -68,7 +55,7 @@ def test_converse_keeps_good_environments_among_hostile_ones(held: Any, kind: ty
 
 def test_converse_counts_hostile_environments_by_reason(held: Any):
     _, feed = held
-    reasons = [HOSTILE[kind] for kind in HOSTILE]
+    reasons = [why for _, why in HOSTILE.values()]
     for why in REASONS:
         assert feed.counts[f"dropped/{why}"] == reasons.count(why)
     assert feed.counts["begun"] == len(KINDS)
@@ -80,11 +67,12 @@ def test_converse_counts_hostile_environments_by_reason(held: Any):
 
 
 @pytest.mark.parametrize("kind", ENDS_WORKER)
-def test_converse_replaces_a_worker_and_drops_the_trajectories_that_it_held(kind: type[Good]):
-    found, feed = hold({0: kind, 1: Waits}, prompts=2, size=1, timeout=4.0)
-    assert reason(found[0, 0]) == ENDS_WORKER[kind]
+def test_converse_replaces_a_worker_and_drops_the_trajectories_that_it_held(kind: str):
+    make, why = ENDS_WORKER[kind]
+    found, feed = hold({0: make, 1: HangsAsync}, prompts=2, size=1, timeout=4.0)
+    assert reason(found[0, 0]) == why
     assert "test.step(prompt 0, trajectory 0, turn 0)" in str(found[0, 0].dropped)
-    assert reason(found[1, 0]) == ENDS_WORKER[kind]
+    assert reason(found[1, 0]) == why
     assert feed.counts["close_failed"] == 0
     found, _ = hold(Good, prompts=1, size=1)
     assert found[0, 0].samples is not None

@@ -16,7 +16,7 @@ from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metr
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers.conversations import EOS, carrying, config, three_then_stop
 from tests.helpers.engines import assert_same
-from tests.helpers.environments import Good, NeverDone, RaisesInStep
+from tests.helpers.environments import HOSTILE, Good
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripted import ScriptedEngine
 
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.multiprocess
 
 PROMPTS = [Prompt(i, (30 + i, 40)) for i in range(4)]
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=2)
-KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: RaisesInStep, 2: Good, 3: NeverDone}
+FAILS = HOSTILE["RaisesInStep"][0]
+GOES_ON = HOSTILE["NeverDone"][0]
+KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: FAILS, 2: Good, 3: GOES_ON}
 
 
 def request(kinds: dict[int, Callable[[], Any]], share: float, **turns: Any) -> RolloutRequest:

@@ -5,7 +5,6 @@ Needs vLLM (`make .venv/.vllm`); `make test-vllm` runs it.
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Sampling
 from tests.helpers.adapters import factors_of, logits, random_tensors
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.vllm_pair import CONFIGS, prompts
 
 pytestmark = pytest.mark.vllm
@@ -104,8 +104,7 @@ def test_adapters_that_latent_attention_reads_past_are_refused(
     """On a CPU its kernel takes one shape only (bfloat16 where AMX is), and our engine switches it
     off unless told."""
     wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-    hf = json.loads((CONFIGS / "tiny/config.json").read_text()) | wide
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    write_sizes(tmp_path, hf_of() | wide)
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     envs.disable_envs_cache()  # an engine that started keeps what it read
     with pytest.raises(ValueError, match="4 adapters that vLLM would not apply") as refused:

@@ -36,6 +36,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sampling, Turn
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.engines import DOWN, Disturbed, Stale
 from tests.helpers.ranks import run_ranks
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns, ragged
@@ -430,9 +431,9 @@ def test_generate_equals_transformers_for_other_families(config: dict[str, Any],
 
 def test_generate_is_as_exact_as_transformers_in_bfloat16_with_states(tmp_path: Path):
     """vLLM for CPUs has no float32 there; weights come twice, long prompts in parts."""
-    config = json.loads((CONFIGS / "tiny_qwen3_next/config.json").read_text())
+    config = hf_of("tiny_qwen3_next")
     config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_sizes(tmp_path, config)
     pair = Pair(tmp_path, dtype="bfloat16")
     half = HFEngine(tmp_path, dtype=torch.bfloat16)
     weights = [(name, tensor.bfloat16()) for name, tensor in random_weights(pair.hf, 1)]

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.configs import CONFIGS
 
 pytestmark = pytest.mark.vllm
 
@@ -25,7 +25,6 @@ except PackageNotFoundError:
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = CONFIGS / "tiny_qwen3"  # vLLM's kernels for latent attention want the sizes of DeepSeek-V3
 SAMPLING = Sampling(max_new_tokens=32, samples_per_prompt=4, seed=3)
 PROMPTS = [Prompt(i, tuple(range(5 + i, 5 + i + length))) for i, length in enumerate((3, 40, 17))]
