@@ -99,7 +99,11 @@ def _gather_rows() -> list[Bad]:
         bad(ValueError, "fill [3]", src, ZERO, torch.zeros(3)),
         bad(TypeError, "torch.int32", src, ZERO.int(), fill),
         bad(
-            TypeError, "fill is torch.float16, expected src's torch.float32", src, ZERO, fill.half()
+            TypeError,
+            "fill is torch.float16, expected torch.float32 for src of torch.float32",
+            src,
+            ZERO,
+            fill.half(),
         ),
         bad(ValueError, "src is on meta, rows on cpu, fill on cpu", src.to("meta"), ZERO, fill),
         bad(ValueError, sizes, src, two, fill, Inverse(NONE, NONE)),
@@ -194,7 +198,9 @@ def _expand_runs() -> list[Bad]:
     two = torch.zeros(2, dtype=torch.int64)
     most = 2**63 - 1
     return [
-        bad(ValueError, "starts [2] on cpu", two, torch.zeros(3).long(), 1),
+        bad(
+            ValueError, "starts [2], lengths [3], expected [R], [R]", two, torch.zeros(3).long(), 1
+        ),
         bad(ValueError, "expected [R]", two[None], two[None], 1),
         bad(TypeError, "starts is torch.int32", two.int(), two, 1),
         bad(ValueError, "size is -1", two, two, -1),
@@ -249,10 +255,28 @@ def _rotary() -> list[Bad]:
     return [
         bad(ValueError, "query [3, 8], key", heads[:, 0], heads, turns),
         bad(ValueError, "turns [3, 3], expected", heads, heads, turns[:, :3]),
-        bad(ValueError, "expected as many rows in all", heads, heads[:2], turns),
+        bad(
+            ValueError,
+            "key [2, 2, 8], turns [3, 4], expected [T, heads, D], [T, ",
+            heads,
+            heads[:2],
+            turns,
+        ),
         bad(ValueError, "expected R up to the width of heads", heads, heads[..., :2], turns),
-        bad(TypeError, "key torch.float16", heads, heads.half(), turns),
-        bad(TypeError, "turns torch.bfloat16", heads, heads, turns.bfloat16()),
+        bad(
+            TypeError,
+            "key is torch.float16, expected torch.float32 for query",
+            heads,
+            heads.half(),
+            turns,
+        ),
+        bad(
+            TypeError,
+            "turns is torch.bfloat16, expected torch.float32",
+            heads,
+            heads,
+            turns.bfloat16(),
+        ),
         bad(ValueError, "key on meta, turns on cpu, expected one device", heads, meta, turns),
         bad(ValueError, "result 'thirds', expected", heads, heads, turns, result="thirds"),
     ]
@@ -269,13 +293,19 @@ def _latent_keys() -> list[Bad]:
         "latent_keys_grad",
         lambda: latent_keys_grad(key, both[:2], 2),
         ValueError,
-        "value torch.float32 [2, 2, 8], expected [T, heads, plain + R]",
+        "value [2, 2, 8], expected [T, heads, plain + R]",
     )
     return [
         bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
         bad(ValueError, "shared [2, 4], expected", both, shared[:2], 4),
         bad(ValueError, "plain is 9, expected 0 to 8", both, shared, 9),
-        bad(TypeError, "shared torch.float16, expected", both, shared.half(), 4),
+        bad(
+            TypeError,
+            "shared is torch.float16, expected torch.float32 for both",
+            both,
+            shared.half(),
+            4,
+        ),
         bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
         rows,
     ]
@@ -292,15 +322,19 @@ def _expert_rows() -> list[Bad]:
         "expert_rows_grad",
         lambda: expert_rows_grad(torch.zeros(5), ZERO, ZERO, 1, 1),
         ValueError,
-        "grad [5], order [1], places [1], expected [T * K] three times",
+        "grad [5], order [1], places [1], expected [T * K], [T * K], [T * K]",
     )
     return [
         bad(ValueError, "routing_map [3, 8], probs [2, 8], expected [T, E]", chosen, probs[:2], 2),
         bad(ValueError, "top_k is 9, expected 1 to the 8 experts", chosen, probs, 9),
         bad(ValueError, "top_k is 0, expected 1 to the 8 experts", chosen, probs, 0),
-        bad(TypeError, "routing_map is torch.uint8, probs torch.float32", chosen.byte(), probs, 2),
+        bad(TypeError, "routing_map is torch.uint8, expected torch.bool", chosen.byte(), probs, 2),
         bad(
-            TypeError, "probs torch.int64, expected torch.bool and one of", chosen, probs.long(), 2
+            TypeError,
+            "probs is torch.int64, expected one of [torch.float32",
+            chosen,
+            probs.long(),
+            2,
         ),
         bad(ValueError, "routing_map is on cpu, probs on meta", chosen, probs.to("meta"), 2),
         bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
@@ -319,15 +353,27 @@ def _rms_norm() -> list[Bad]:
         "rms_norm_grad",
         lambda: rms_norm_grad(x[:2], x, weight, x[:, 0], None),
         ValueError,
-        "grad is torch.float32 [2, 4], expected torch.float32 [3, 4]",
+        "grad [2, 4], x [3, 4], expected [..., W], [..., W]",
     )
     return [
         wide,
-        bad(ValueError, "x is [3, 4], weight [3], expected [..., W] and [W]", x, x[:, 0], 1e-6),
-        bad(ValueError, "x is [], weight [4], expected", x[0, 0], weight, 1e-6),
-        bad(ValueError, "x is [3, 0], weight [0], expected", x[:, :0], weight[:0], 1e-6),
-        bad(TypeError, "x is torch.float16, weight", x.half(), weight.half(), 1e-6),
-        bad(TypeError, "weight torch.bfloat16, expected both", x, weight.bfloat16(), 1e-6),
+        bad(ValueError, "x [3, 4], weight [3], expected [..., W], [W]", x, x[:, 0], 1e-6),
+        bad(ValueError, "x [], weight [4], expected [..., W], [W]", x[0, 0], weight, 1e-6),
+        bad(ValueError, "x [3, 0], weight [0], expected W at least 1", x[:, :0], weight[:0], 1e-6),
+        bad(
+            TypeError,
+            "x is torch.float16, expected one of [torch.float32",
+            x.half(),
+            weight.half(),
+            1e-6,
+        ),
+        bad(
+            TypeError,
+            "weight is torch.bfloat16, expected torch.float32 for x",
+            x,
+            weight.bfloat16(),
+            1e-6,
+        ),
         bad(ValueError, "x is on cpu, weight on meta", x, weight.to("meta"), 1e-6),
         bad(ValueError, "eps is 0.0, expected a number above 0", x, weight, 0.0),
     ]
@@ -343,16 +389,16 @@ def _swiglu() -> list[Bad]:
         "swiglu_grad",
         lambda: swiglu_grad(rows, rows, None),
         ValueError,
-        "grad is torch.float32 [3, 8], expected torch.float32 [3, 4]",
+        "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]",
     )
     return [
-        bad(ValueError, "gate_up is [3, 7], expected [N, 2 W]", rows[:, 1:]),
-        bad(ValueError, "gate_up is [3], expected [N, 2 W]", meta),
+        bad(ValueError, "gate_up [3, 7], expected [N, 2 W]", rows[:, 1:]),
+        bad(ValueError, "gate_up [3], expected [N, 2 W]", meta),
         bad(TypeError, "gate_up is torch.int64, expected one of", rows.long()),
-        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(ValueError, "gate_up [3, 8], weight [2], expected [N, 2 W], [N]", rows, rows[:2, 0]),
         bad(
-            ValueError,
-            "torch.bfloat16 [3], expected torch.float32 [3]",
+            TypeError,
+            "weight is torch.bfloat16, expected torch.float32 for gate_up of torch.float32",
             rows,
             rows[:, 0].bfloat16(),
         ),
@@ -371,12 +417,12 @@ def _squared_relu() -> list[Bad]:
         "squared_relu_grad",
         lambda: squared_relu_grad(rows[:2], rows, rows[:, 0]),
         ValueError,
-        "grad is torch.float32 [2, 8], expected torch.float32 [3, 8]",
+        "grad [2, 8], x [3, 8], weight [3], expected [N, W], [N, W], [N]",
     )
     return [
-        bad(ValueError, "x is [3], expected [N, W]", meta, meta),
+        bad(ValueError, "x [3], weight [3], expected [N, W], [N]", meta, meta),
         bad(TypeError, "x is torch.int64, expected one of", rows.long(), rows[:, 0]),
-        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(ValueError, "x [3, 8], weight [2], expected [N, W], [N]", rows, rows[:2, 0]),
         bad(ValueError, "x is on cpu, weight on meta, expected one device", rows, meta),
         grad,
     ]
@@ -430,14 +476,21 @@ def _token_logprob() -> list[Bad]:
 
     mask = torch.ones(9, 9, dtype=torch.bool)
     turned = logits.t().contiguous().t()
-    doubles = "scale is torch.float64 [9], expected torch.float32"
+    doubles = "scale is torch.float64, expected torch.float32 for logits"
     return [
         stats("width is 11, expected one in [0, 10]", logits, targets, scale, 0, 11),
         stats(doubles, logits, targets, scale.double(), 0, 10),
         stats("logits is torch.int64", targets[:, None], targets, scale, 0, 1),
-        stats("targets is on meta, expected cpu", logits, targets.to("meta"), scale, 0, 10),
         stats(
-            "keep_mask is torch.bool [9, 9], expected torch.bool",
+            "logits is on cpu, targets on meta, scale on cpu, expected one device",
+            logits,
+            targets.to("meta"),
+            scale,
+            0,
+            10,
+        ),
+        stats(
+            "keep_mask [9, 9], expected logits [T, V_local], targets [T], scale [T], keep_mask [",
             logits,
             targets,
             scale,
@@ -461,7 +514,7 @@ def _token_logprob() -> list[Bad]:
             "token_logprob_combine",
             lambda: token_logprob_combine(torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
             ValueError,
-            "stats is torch.float16, targets torch.int64, scale torch.float16",
+            "stats is torch.float16, expected one of [torch.float32, torch.float64]",
         ),
         Bad(
             "token_logprob_grad",
@@ -542,13 +595,13 @@ def _causal_conv1d() -> list[Bad]:
 
     tall = torch.zeros(3, 4)
     wide = torch.zeros(2, 5)
-    types = "x is torch.float32, weight and bias [torch.bfloat16]"
+    types = "weight is torch.bfloat16, expected torch.float32 for x"
     return [
         bad(ValueError, "x [3, 2], weight [3, 4], expected [T, D], [D, W]", x, tall, None),
         bad(ValueError, "weight is [2, 5], expected one of [2, 3, 4] weights", x, wide, None),
-        bad(ValueError, "bias is [3], expected [2], one a channel", x, weight, x[:, 0]),
+        bad(ValueError, "bias [3], expected [T, D], [D, W], [D]", x, weight, x[:, 0]),
         bad(TypeError, types, x, weight.bfloat16(), None),
-        bad(ValueError, "x is on cpu, weight and bias on ['cpu', 'meta']", x, weight, meta),
+        bad(ValueError, "x is on cpu, weight on cpu, bias on meta, expected", x, weight, meta),
     ]
 
 
@@ -563,11 +616,19 @@ def _ssd_scan() -> list[Bad]:
 
     three = torch.zeros(3, 3, 2)
     return [
-        bad(ValueError, "'dt': [3, 3]", dt=torch.zeros(3, 3)),
-        bad(ValueError, "expected x [T, H, P], dt [T, H], B and C [T, G, N]", C=three),
+        bad(ValueError, "dt [3, 3], A [4]", dt=torch.zeros(3, 3)),
+        bad(ValueError, "expected x [T, H, P], dt [T, H], A [H], B [T, G, N], C [T, G", C=three),
         bad(ValueError, "4 heads, 3 groups, expected as many heads in each", B=three, C=three),
-        bad(TypeError, "'A': torch.bfloat16", A=torch.zeros(4).bfloat16()),
-        bad(ValueError, "'D': 'meta', 'dt_bias': 'cpu'}, exp", D=torch.zeros(4).to("meta")),
+        bad(
+            TypeError,
+            "A is torch.bfloat16, expected torch.float32 for x",
+            A=torch.zeros(4).bfloat16(),
+        ),
+        bad(
+            ValueError,
+            "D on meta, dt_bias on cpu, expected one device",
+            D=torch.zeros(4).to("meta"),
+        ),
     ]
 
 
@@ -584,8 +645,16 @@ def _gated_delta_rule() -> list[Bad]:
         )
 
     return [
-        bad(ValueError, "expected q and k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
-        bad(ValueError, "'beta': [3]}", beta=torch.zeros(3)),
-        bad(TypeError, "expected one of [torch.float32", g=torch.zeros(3, 4).bfloat16()),
-        bad(ValueError, "'v': 'meta'", v=torch.zeros(3, 4, 2).to("meta")),
+        bad(ValueError, "expected q [T, H, K], k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
+        bad(ValueError, "g [3, 4], beta [3], expected", beta=torch.zeros(3)),
+        bad(
+            TypeError,
+            "g is torch.bfloat16, expected torch.float32 for q",
+            g=torch.zeros(3, 4).bfloat16(),
+        ),
+        bad(
+            ValueError,
+            "v on meta, g on cpu, beta on cpu, expected one device",
+            v=torch.zeros(3, 4, 2).to("meta"),
+        ),
     ]

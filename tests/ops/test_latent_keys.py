@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyrl_ext.ops import latent_keys, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops.latent_keys import grad_op, native, reference
-from pyrl_ext.ops.rotary import DTYPES
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -44,7 +44,7 @@ def check(forward, backward, shape, dtype):
 @pytest.mark.parametrize("module", [reference, native, emulated], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_latent_keys_kernels_join_and_part_as_a_loop_does(module, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(module.latent_keys, module.latent_keys_grad, shape, dtype)
 
 
@@ -59,7 +59,7 @@ def test_latent_keys_on_a_gpu_join_and_part_as_a_loop_does(backend, shape):
 
         return call
 
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(on_gpu(latent_keys), on_gpu(grad_op), shape, dtype)
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from pyrl_ext.ops import rotary, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.rotary import DTYPES, native, op, reference
+from pyrl_ext.ops.rotary import native, op, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -80,7 +81,7 @@ RUNS = [reference.rotary, emulated.rotary, *map(with_isa, ISAS)]
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotary_kernels_turn_pairs_as_a_loop_does(run, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(run, shape, dtype)
 
 
@@ -93,7 +94,7 @@ def test_rotary_on_a_gpu_turns_pairs_as_a_loop_does(backend, shape):
         with use_backend(backend):
             return [x.cpu() for x in op(*on_gpu)]
 
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(run, shape, dtype)
 
 

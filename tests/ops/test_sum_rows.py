@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.sum_rows import DTYPES, native, reference
+from pyrl_ext.ops.sum_rows import native, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -42,7 +43,7 @@ def with_isa(isa):
 @pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sum_rows_kernels_equal_the_reference(run, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         src, rows, inverse = case(shape, dtype)
         expected = reference.sum_rows(src, rows, *inverse)
         assert torch.equal(run(src, rows, *inverse), expected), dtype
@@ -56,7 +57,7 @@ def test_sum_rows_kernels_equal_the_reference(run, shape):
 @pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sum_rows_on_a_gpu_equals_the_reference(backend, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         src, rows, inverse = case(shape, dtype)
         expected = reference.sum_rows(src, rows, *inverse)
         with use_backend(backend):
@@ -147,7 +148,7 @@ ROWS = torch.tensor([0, 0])
 
 def triton_equals_reference():
     for shape in set(SHAPES) - {"threads"}:
-        for dtype in DTYPES:
+        for dtype in FLOATS:
             src, rows, inverse = case(shape, dtype)
             if dtype == torch.bfloat16:  # the interpreter cuts what it should round: whole numbers
                 src = (src > 1).to(dtype)

@@ -4,12 +4,14 @@ Backends: native (C++ threads, CPU), reference (torch).
 Gradient: none, row numbers are integers.
 """
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import INT64, Arguments
 from pyrl_ext.ops._op import Op
 
 from . import native, reference
+
+_ARGUMENTS = Arguments("expand_runs", starts=("R", INT64), lengths=("R", INT64))
 
 
 def _fake(starts: Tensor, lengths: Tensor, size: int) -> Tensor:
@@ -36,15 +38,7 @@ def expand_runs(starts: Tensor, lengths: Tensor, size: int) -> Tensor:
             longer than ``size``.
         NotImplementedError: ``starts`` is on a device; every backend runs on the host.
     """
-    if starts.ndim != 1 or lengths.shape != starts.shape or lengths.device != starts.device:
-        raise ValueError(
-            f"expand_runs: starts {list(starts.shape)} on {starts.device}, lengths "
-            f"{list(lengths.shape)} on {lengths.device}, expected [R] both, on the host"
-        )
-    if starts.dtype != torch.int64 or lengths.dtype != torch.int64:
-        raise TypeError(
-            f"expand_runs: starts is {starts.dtype}, lengths {lengths.dtype}, expected torch.int64"
-        )
+    _ARGUMENTS.check(starts, lengths)
     if size < 0:
         raise ValueError(f"expand_runs: size is {size}, expected >= 0")
     return op(starts, lengths, size)

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import INT64, Arguments
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
 
 ROUTE_DTYPES = (torch.uint8, torch.uint16)
+_ARGUMENTS = Arguments("gather_routes", routes=("T, L, K", ROUTE_DTYPES), rows=("M", INT64))
 
 
 def _fake(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
@@ -53,22 +55,7 @@ def gather_routes(
             checked, since that would wait for the device (the reference fails as torch's indexing
             does there).
     """
-    if routes.ndim != 3 or rows.ndim != 1:
-        raise ValueError(
-            f"gather_routes: routes {list(routes.shape)}, rows {list(rows.shape)}, expected "
-            "[T, L, K], [M]"
-        )
-    if routes.dtype not in ROUTE_DTYPES:
-        raise TypeError(
-            f"gather_routes: routes is {routes.dtype}, expected one of {list(ROUTE_DTYPES)}"
-        )
-    if rows.dtype != torch.int64:
-        raise TypeError(f"gather_routes: rows is {rows.dtype}, expected torch.int64")
-    if routes.device != rows.device:
-        raise ValueError(
-            f"gather_routes: routes is on {routes.device}, rows on {rows.device}, expected one "
-            "device"
-        )
+    _ARGUMENTS.check(routes, rows)
     top_k = routes.shape[2]
     limit = torch.iinfo(routes.dtype).max + 1
     if not top_k <= num_experts <= limit:

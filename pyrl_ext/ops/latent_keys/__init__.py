@@ -6,10 +6,17 @@ is one pass too, ``latent_keys_grad``.
 
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import ANY, FLOATS, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.rotary import DTYPES
 
 from . import native, reference, triton
+
+_ARGUMENTS = Arguments(
+    "latent_keys", both=("T, heads, plain + V", FLOATS), shared=("T, R", Like("both"))
+)
+_GRAD_ARGUMENTS = Arguments(
+    "latent_keys_grad", key=("T, heads, plain + R", ANY), value=("T, heads, V", Like("key"))
+)
 
 
 def _fake(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
@@ -63,34 +70,18 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    if both.ndim != 3 or shared.ndim != 2 or both.shape[0] != shared.shape[0]:
-        raise ValueError(
-            f"latent_keys: both {list(both.shape)}, shared {list(shared.shape)}, "
-            "expected [T, heads, plain + V], [T, R]"
-        )
+    _ARGUMENTS.check(both, shared)
     if not 0 <= plain <= both.shape[2]:
         raise ValueError(f"latent_keys: plain is {plain}, expected 0 to {both.shape[2]}")
-    if both.dtype not in DTYPES or shared.dtype != both.dtype:
-        raise TypeError(
-            f"latent_keys: both is {both.dtype}, shared {shared.dtype}, expected one of "
-            f"{list(DTYPES)} twice"
-        )
-    if both.device != shared.device:
-        raise ValueError(
-            f"latent_keys: both is on {both.device}, shared on {shared.device}, expected one device"
-        )
     return op(both, shared, plain)
 
 
 def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     """The gradients of ``both`` and ``shared`` from those of keys and values.
 
-    Raises: ValueError: shapes or dtypes do not fit.
+    Raises: ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    rows = key.shape[:2] == value.shape[:2] and key.dtype == value.dtype
-    if not (key.ndim == value.ndim == 3 and rows and plain <= key.shape[2]):
-        raise ValueError(
-            f"latent_keys_grad: key {key.dtype} {list(key.shape)}, value {value.dtype} "
-            f"{list(value.shape)}, expected [T, heads, plain + R], [T, heads, V] of one dtype"
-        )
+    _GRAD_ARGUMENTS.check(key, value)
+    if plain > key.shape[2]:
+        raise ValueError(f"latent_keys_grad: plain is {plain}, expected up to {key.shape[2]}")
     return grad_op(key, value, plain)

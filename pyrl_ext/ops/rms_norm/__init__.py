@@ -19,11 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_ARGUMENTS = Arguments("rms_norm", x=("..., W", WIDE_RANGE), weight=("W", Like("x")))
+_GRAD_ARGUMENTS = Arguments(
+    "rms_norm_grad",
+    grad=("..., W", Like("x")),
+    x=("..., W", WIDE_RANGE),
+    residual_grad=("..., W", Like("x")),
+)
 
 
 def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -121,30 +128,15 @@ def rms_norm_grad(
         [..., W] and [W], dtype of ``x``, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes of the gradients do not fit.
+        ValueError, TypeError: shapes, dtypes or devices of the gradients do not fit.
     """
-    for name, each in (("grad", grad), ("residual_grad", residual_grad)):
-        if each is not None and (each.shape != x.shape or each.dtype != x.dtype):
-            raise ValueError(
-                f"rms_norm_grad: {name} is {each.dtype} {list(each.shape)}, expected {x.dtype} "
-                f"{list(x.shape)}"
-            )
+    _GRAD_ARGUMENTS.check(grad, x, residual_grad)
     return grad_op(grad, x, weight, scale, residual_grad)
 
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
-    if not x.ndim or x.shape[-1:] != weight.shape or not weight.numel():
-        raise ValueError(
-            f"rms_norm: x is {list(x.shape)}, weight {list(weight.shape)}, expected [..., W] and "
-            "[W], W at least 1"
-        )
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise TypeError(
-            f"rms_norm: x is {x.dtype}, weight {weight.dtype}, expected both one of {list(DTYPES)}"
-        )
-    if x.device != weight.device:
-        raise ValueError(
-            f"rms_norm: x is on {x.device}, weight on {weight.device}, expected one device"
-        )
+    _ARGUMENTS.check(x, weight)
+    if not weight.numel():
+        raise ValueError(f"rms_norm: {shapes(x=x, weight=weight)}, expected W at least 1")
     if not eps > 0:
         raise ValueError(f"rms_norm: eps is {eps}, expected a number above 0")

@@ -6,14 +6,19 @@ rotation, which is rotary with ``back``; of any order.
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import FLOATS, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ARGUMENTS = Arguments(
+    "rotary",
+    query=("T, heads, D", FLOATS),
+    key=("T, heads', D'", Like("query")),
+    turns=("T, R", Like("query", wide=True)),
+)
 Place = Literal["halves", "neighbours"]
 
 
@@ -75,24 +80,10 @@ def rotary(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or places do not fit.
     """
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, turns {list(turns.shape)}"
-    if query.ndim != 3 or key.ndim != 3 or turns.ndim != 2 or turns.shape[1] % 2:
-        raise ValueError(f"rotary: {shapes}, expected [T, heads, D] twice and [T, R], R even")
-    if not query.shape[0] == key.shape[0] == turns.shape[0]:
-        raise ValueError(f"rotary: {shapes}, expected as many rows in all")
-    if turns.shape[1] > min(query.shape[2], key.shape[2]):
-        raise ValueError(f"rotary: {shapes}, expected R up to the width of heads")
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if query.dtype not in DTYPES or key.dtype != query.dtype or turns.dtype != wide:
-        raise TypeError(
-            f"rotary: query is {query.dtype}, key {key.dtype}, turns {turns.dtype}, expected one "
-            f"of {list(DTYPES)} twice, and turns float32, or float64 with float64"
-        )
-    if not query.device == key.device == turns.device:
-        raise ValueError(
-            f"rotary: query is on {query.device}, key on {key.device}, turns on {turns.device}, "
-            "expected one device"
-        )
+    _ARGUMENTS.check(query, key, turns)
+    if turns.shape[1] % 2 or turns.shape[1] > min(query.shape[2], key.shape[2]):
+        found = shapes(query=query, key=key, turns=turns)
+        raise ValueError(f"rotary: {found}, expected R up to the width of heads, and even")
     if not {source, result} <= {"halves", "neighbours"}:
         raise ValueError(
             f"rotary: source is {source!r}, result {result!r}, expected 'halves' or 'neighbours'"

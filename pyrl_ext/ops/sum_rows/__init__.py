@@ -5,16 +5,16 @@ order, so that the result is the same in every run; no atomics.
 Gradient: gather_rows, whose gradient is sum_rows; of any order.
 """
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import FLOATS, INT64, Arguments
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.gather_rows import Inverse
 from pyrl_ext.ops.gather_rows import op as gather
 
 from . import native, reference, triton
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ARGUMENTS = Arguments("sum_rows", src=("M, ...", FLOATS), rows=("M", INT64))
 
 
 def _fake(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:
@@ -57,17 +57,6 @@ def sum_rows(src: Tensor, rows: Tensor, inverse: Inverse) -> Tensor:
         IndexError: the inverse names rows that ``src`` does not have (on CPU; on a GPU it is not
             checked, since that would wait for the device).
     """
-    if src.ndim < 1 or rows.ndim != 1 or src.shape[0] != rows.shape[0]:
-        raise ValueError(
-            f"sum_rows: src {list(src.shape)}, rows {list(rows.shape)}, expected [M, ...], [M]"
-        )
-    if src.dtype not in DTYPES:
-        raise TypeError(f"sum_rows: src is {src.dtype}, expected one of {list(DTYPES)}")
-    if rows.dtype != torch.int64:
-        raise TypeError(f"sum_rows: rows is {rows.dtype}, expected torch.int64")
-    if src.device != rows.device:
-        raise ValueError(
-            f"sum_rows: src is on {src.device}, rows on {rows.device}, expected one device"
-        )
+    _ARGUMENTS.check(src, rows)
     inverse.check("sum_rows", rows)
     return op(src, rows, *inverse)

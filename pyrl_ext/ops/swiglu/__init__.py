@@ -7,14 +7,16 @@ is kept. The gradient of a weight is a sum over its row in an order that the wid
 no second derivative.
 """
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DECLARED = {"gate_up": ("N, 2 W", WIDE_RANGE), "weight": ("N", Like("gate_up", wide=True))}
+_ARGUMENTS = Arguments("swiglu", **_DECLARED)
+_GRAD_ARGUMENTS = Arguments("swiglu_grad", grad=("N, W", Like("gate_up")), **_DECLARED)
 
 
 def _fake(gate_up: Tensor, weight: Tensor | None) -> Tensor:
@@ -56,7 +58,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(gate_up, weight)
+    _ARGUMENTS.check(gate_up, weight)
     return op(gate_up, weight)
 
 
@@ -73,30 +75,5 @@ def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[T
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(gate_up, weight)
-    expected = gate_up.shape[0], gate_up.shape[1] // 2
-    if tuple(grad.shape) != expected or grad.dtype != gate_up.dtype:
-        raise ValueError(
-            f"swiglu_grad: grad is {grad.dtype} {list(grad.shape)}, expected {gate_up.dtype} "
-            f"{list(expected)}"
-        )
+    _GRAD_ARGUMENTS.check(grad, gate_up, weight)
     return grad_op(grad, gate_up, weight)
-
-
-def _check(gate_up: Tensor, weight: Tensor | None) -> None:
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"swiglu: gate_up is {list(gate_up.shape)}, expected [N, 2 W]")
-    if gate_up.dtype not in DTYPES:
-        raise TypeError(f"swiglu: gate_up is {gate_up.dtype}, expected one of {list(DTYPES)}")
-    if weight is not None:
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        if weight.shape != gate_up.shape[:1] or weight.dtype != wide:
-            raise ValueError(
-                f"swiglu: weight is {weight.dtype} {list(weight.shape)}, expected {wide} "
-                f"[{gate_up.shape[0]}]"
-            )
-        if weight.device != gate_up.device:
-            raise ValueError(
-                f"swiglu: gate_up is on {gate_up.device}, weight on {weight.device}, expected one "
-                "device"
-            )
