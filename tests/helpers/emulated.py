@@ -12,7 +12,7 @@ from pyrl_ext.ops._native import C, dtype_of
 from pyrl_ext.ops.expert_rows.native import arguments as expert_rows_arguments
 from pyrl_ext.ops.expert_rows.native import grad_arguments as expert_rows_grad_arguments
 from pyrl_ext.ops.expert_rows.reference import new_outputs
-from pyrl_ext.ops.gather_fields.flat import flat_layout, pattern
+from pyrl_ext.ops.gather_fields import flat_layout, pattern
 from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.latent_keys.native import arguments as keys_arguments

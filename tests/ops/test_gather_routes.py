@@ -35,7 +35,7 @@ def run(kernel, routes, rows, layers, experts, out=None):
 
 
 def same(out, *args):
-    expected = reference.gather_routes(*args)
+    expected = reference(*args)
     return out.dtype == expected.dtype and torch.equal(out.long(), expected.long())
 
 

@@ -14,7 +14,7 @@ from pyrl_ext.ops._arguments import ANY, FLOATS, INT64, Arguments
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.gather_rows import Inverse
 
-from . import native, reference, triton
+from .reference import new_outputs
 
 _ARGUMENTS = Arguments("expert_rows", routing_map=("T, E", (torch.bool,)), probs=("T, E", FLOATS))
 _GRAD_ARGUMENTS = Arguments(
@@ -41,7 +41,7 @@ class ExpertRows(NamedTuple):
 
 
 def _fake(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
-    return reference.new_outputs(probs, top_k)
+    return new_outputs(probs, top_k)
 
 
 def _grad_fake(grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int) -> Tensor:
@@ -53,14 +53,14 @@ op = Op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton", "reference")
 
 grad_op = Op(
     "expert_rows_grad(Tensor grad, Tensor order, Tensor places, SymInt tokens, SymInt experts)"
     " -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton", "reference")
 
 
 def _save(ctx, inputs, output):

@@ -22,7 +22,7 @@ def refuse(routing_map: Tensor, probs: Tensor, top_k: int) -> str | None:
     return refuse_device(probs, "expert_rows")
 
 
-refuse_grad = refuses("expert_rows_grad")
+refuse_expert_rows_grad = refuses("expert_rows_grad")
 
 
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:

@@ -12,8 +12,6 @@ from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import fla, reference
-
 _CHECKED = Arguments(
     "gated_delta_rule",
     q=("T, H, K", WIDE_RANGE),
@@ -34,13 +32,13 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens"
 op = Op(f"gated_delta_rule({_ARGUMENTS}) -> Tensor", fake=_fake)
-op.serve(fla, reference)
+op.serve(__name__, "fla", "reference")
 
 grad_op = Op(
     f"gated_delta_rule_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.serve(fla, reference)
+grad_op.serve(__name__, "fla", "reference")
 
 
 def _backward(ctx, grad):

@@ -11,30 +11,38 @@ from torch import Tensor
 from pyrl_ext.ops._arguments import ANY, INT64, Arguments, Like
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-from .inverse import Inverse, invert_rows
+from .inverse import Inverse, check_range, invert_rows
 
 _ARGUMENTS = Arguments(
     "gather_rows", src=("N, ...", ANY), rows=("M", INT64), fill=("...", Like("src"))
 )
 
 
-def _fake(
+def new_output(
     src: Tensor,
     rows: Tensor,
     fill: Tensor | None,
     starts: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
+    """An empty result."""
     return src.new_empty(rows.shape[0], *src.shape[1:])
+
+
+def reference(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
+    """Append ``fill`` to ``src`` as a last row, and index. Syncs on cuda (the range check)."""
+    check_range("gather_rows", rows, src.shape[0])
+    fill = src.new_zeros(src.shape[1:]) if fill is None else fill
+    return torch.cat([src, fill[None]])[rows]  # -1 is the last row
 
 
 op = Op(
     "gather_rows(Tensor src, Tensor rows, Tensor? fill, Tensor? starts=None, Tensor? order=None)"
     " -> Tensor",
-    fake=_fake,
+    fake=new_output,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def _save(ctx, inputs, output):

@@ -4,12 +4,12 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch). The grad
 is one pass too, ``latent_keys_grad``.
 """
 
+import torch
 from torch import Tensor
 
 from pyrl_ext.ops._arguments import ANY, FLOATS, Arguments, Like
 from pyrl_ext.ops._op import Op
-
-from . import native, reference, triton
+from pyrl_ext.ops.dtypes import accum_dtype
 
 _ARGUMENTS = Arguments(
     "latent_keys", both=("T, heads, plain + V", FLOATS), shared=("T, R", Like("both"))
@@ -19,22 +19,38 @@ _GRAD_ARGUMENTS = Arguments(
 )
 
 
-def _fake(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+def new_outputs(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Empty keys and values."""
     key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
     return key, both.new_empty(*both.shape[:2], both.shape[2] - plain)
 
 
-def _fake_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+def new_grads(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Empty gradients of ``both`` and ``shared``."""
     both = key.new_empty(*key.shape[:2], plain + value.shape[2])
     return both, key.new_empty(key.shape[0], key.shape[2] - plain)
 
 
-op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=_fake)
-op.serve(native, triton, reference)
+def reference(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    common = shared[:, None].expand(-1, both.shape[1], -1)
+    return torch.cat([both[..., :plain], common], -1), both[..., plain:].clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def reference_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    shared = key[..., plain:].sum(1, dtype=accum_dtype(key.dtype)).to(key.dtype)
+    return torch.cat([key[..., :plain], value], -1), shared
+
+
+op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=new_outputs)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 grad_op = Op(
-    "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=_fake_grad
+    "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=new_grads
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton")
+grad_op.backend("reference", reference_grad)
 
 
 def _save(ctx, inputs, output):

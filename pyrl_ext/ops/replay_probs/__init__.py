@@ -16,16 +16,15 @@ from torch import Tensor
 from pyrl_ext.ops._arguments import FLOATS, Arguments
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-
 ID_DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 NORMS = ("none", "sum", "softmax")
 _ARGUMENTS = Arguments("replay_probs", scores=("M, E", FLOATS), ids=("M, K", ID_DTYPES))
 
 
-def _fake(
+def new_outputs(
     scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Empty probabilities and routing map."""
     shape = scores.shape
     return scores.new_empty(shape, dtype=out_dtype), scores.new_empty(shape, dtype=torch.bool)
 
@@ -37,15 +36,15 @@ def _grad_fake(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: floa
 op = Op(
     "replay_probs(Tensor scores, Tensor ids, str norm, float scale, ScalarType out_dtype)"
     " -> (Tensor, Tensor)",
-    fake=_fake,
+    fake=new_outputs,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton", "reference")
 
 grad_op = Op(
     "replay_probs_grad(Tensor grad, Tensor scores, Tensor ids, str norm, float scale) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton", "reference")
 
 
 def _save(ctx, inputs, output):

@@ -6,12 +6,11 @@ rotation, which is rotary with ``back``; of any order.
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from pyrl_ext.ops._arguments import FLOATS, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
-
-from . import native, reference, triton
 
 _ARGUMENTS = Arguments(
     "rotary",
@@ -22,16 +21,40 @@ _ARGUMENTS = Arguments(
 Place = Literal["halves", "neighbours"]
 
 
-def _fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def new_outputs(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Empty results."""
     return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def reference(
+    query: Tensor, key: Tensor, turns: Tensor, last: bool, source: str, result: str, back: bool
+) -> tuple[Tensor, Tensor]:
+    cos, sin = turns[:, None].chunk(2, -1)
+
+    def turned(heads: Tensor) -> Tensor:
+        plain = heads.shape[-1] - turns.shape[1]
+        first, second = heads.split([plain, turns.shape[1]][:: 1 if last else -1], -1)
+        pairs = second if last else first
+        a, b = _pairs(pairs, source).to(turns.dtype).unbind(-2 if source == "halves" else -1)
+        s = -sin if back else sin
+        both = torch.stack((a * cos - b * s, b * cos + a * s), -2 if result == "halves" else -1)
+        out = both.flatten(-2).to(heads.dtype)
+        return torch.cat((first, out) if last else (out, second), -1)
+
+    return turned(query), turned(key)
+
+
+def _pairs(x: Tensor, place: str) -> Tensor:
+    return x.unflatten(-1, (2, -1) if place == "halves" else (-1, 2))
 
 
 op = Op(
     "rotary(Tensor query, Tensor key, Tensor turns, bool last, str source, str result, bool back) "
     "-> (Tensor, Tensor)",
-    fake=_fake,
+    fake=new_outputs,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def _save(ctx, inputs, output):

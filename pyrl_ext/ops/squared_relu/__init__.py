@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-
-from . import reference
+from pyrl_ext.ops.dtypes import accum_dtype
 
 _DECLARED = {"x": ("N, W", WIDE_RANGE), "weight": ("N", Like("x", wide=True))}
 _ARGUMENTS = Arguments("squared_relu", **_DECLARED)
@@ -26,13 +25,26 @@ def _grad_fake(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    positive = F.relu(x.to(accum_dtype(x.dtype)))
+    return (positive.square() * weight[:, None]).to(x.dtype)
+
+
+def reference_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = accum_dtype(x.dtype)
+    grad = grad.to(wide)
+    positive = F.relu(x.to(wide))
+    of_x = 2 * grad * positive * weight[:, None]
+    return of_x.to(x.dtype), (grad * positive.square()).sum(-1)
+
+
 op = Op("squared_relu(Tensor x, Tensor weight) -> Tensor", fake=_fake)
-op.serve(reference)
+op.backend("reference", reference)
 
 grad_op = Op(
     "squared_relu_grad(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)", fake=_grad_fake
 )
-grad_op.serve(reference)
+grad_op.backend("reference", reference_grad)
 
 
 def _backward(ctx, grad):

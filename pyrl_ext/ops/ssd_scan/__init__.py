@@ -13,8 +13,6 @@ from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import mamba, reference
-
 _CHECKED = Arguments(
     "ssd_scan",
     x=("T, H, P", WIDE_RANGE),
@@ -37,15 +35,13 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor cu_seqlens"
 op = Op(f"ssd_scan({_ARGUMENTS}) -> Tensor", fake=_fake)
-op.backend("mamba_ssm", mamba.ssd_scan, refuse=mamba.refuse)
-op.backend("reference", reference.ssd_scan)
+op.serve(__name__, "mamba_ssm", "reference")
 
 grad_op = Op(
     f"ssd_scan_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.backend("mamba_ssm", mamba.ssd_scan_grad, refuse=mamba.refuse_grad)
-grad_op.backend("reference", reference.ssd_scan_grad)
+grad_op.serve(__name__, "mamba_ssm", "reference")
 
 
 def _backward(ctx, grad):

@@ -26,8 +26,6 @@ from torch import Tensor
 from pyrl_ext.ops._arguments import FLOATS, INT64, Arguments, Like
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-
 _ROWS = (
     "Tensor targets, Tensor scale, SymInt first, SymInt width, Tensor max, Tensor log_sum, "
     "Tensor entropy, Tensor grad_logprob, Tensor grad_entropy, Tensor? keep_mask=None"
@@ -84,32 +82,31 @@ stats_op = Op(
     "Tensor? keep_mask=None) -> Tensor",
     fake=_stats_fake,
 )
-stats_op.serve(native, triton, reference, function="stats")
+stats_op.serve(__name__, "native", "triton", "reference", function="stats")
 
 rows_op = Op(
     "token_logprob_rows(Tensor logits, Tensor targets, Tensor scale, SymInt width, "
     f"Tensor? keep_mask=None) -> {_FOUR}",
     fake=_rows_fake,
 )
-rows_op.serve(native, triton, reference, function="rows")
+rows_op.serve(__name__, "native", "triton", "reference", function="rows")
 
 combine_op = Op(
     "token_logprob_combine(Tensor stats, Tensor targets, Tensor scale, SymInt valid_vocab) -> "
     f"{_FOUR}",
     fake=_rows_fake,
 )
-combine_op.serve(native, triton, reference, function="combine")
+combine_op.serve(__name__, "native", "triton", "reference", function="combine")
 
 grad_op = Op(
     f"token_logprob_grad(Tensor logits, {_ROWS}, ScalarType? dtype=None) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference, function="grad")
+grad_op.serve(__name__, "native", "triton", "reference", function="grad")
 
 over_op = Op(f"token_logprob_grad_(Tensor(a!) logits, {_ROWS}) -> ()", fake=lambda *args: None)
-over_op.backend("native", _over(native.grad), refuse=native.refuse)
-over_op.backend("triton", _over(triton.grad), refuse=triton.refuse)
-over_op.backend("reference", _over(reference.grad))
+for _each in grad_op.backends:
+    over_op.backend(_each.name, _over(_each.run), refuse=_each.refuse)
 
 
 def token_logprob_stats(
