@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDE_RANGE = (torch.float32, torch.bfloat16, torch.float64)  # squares fit

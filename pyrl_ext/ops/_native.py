@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import refuse_dtype
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 
 class Outdated:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 # Globals: autograd computes gradients on a GPU in another thread, with an empty context.
 _named: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 
 def stream_of(device: torch.device) -> int:

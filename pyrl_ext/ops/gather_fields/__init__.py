@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.gather_rows.inverse import check_range
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 ALIGN = 256  # bytes, the alignment of a device's own allocations
 

@@ -3,7 +3,7 @@ from typing import Any
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, launch, refuse_device
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 from . import new_output
 

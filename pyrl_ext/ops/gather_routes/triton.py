@@ -3,7 +3,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyrl_ext.ops._packages import power_of_two
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 
 from . import check_entries, new_output
 from .native import rows_apart

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, launch, refuses
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 from . import new_output
 from .inverse import out_of_range

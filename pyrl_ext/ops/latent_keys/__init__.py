@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import ANY, FLOATS, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 _ARGUMENTS = Arguments(
     "latent_keys", both=("T, heads, plain + V", FLOATS), shared=("T, R", Like("both"))

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 
 def replay_probs(

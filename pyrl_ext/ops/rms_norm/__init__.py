@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 _ARGUMENTS = Arguments("rms_norm", x=("..., W", WIDE_RANGE), weight=("W", Like("x")))
 _GRAD_ARGUMENTS = Arguments(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, dtype_of, launch, refuse_device
 from pyrl_ext.ops._op import refuse_dtype
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 from . import new_grads, new_outputs
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 _DECLARED = {"x": ("N, W", WIDE_RANGE), "weight": ("N", Like("x", wide=True))}
 _ARGUMENTS = Arguments("squared_relu", **_DECLARED)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import FLOATS, INT64, Arguments
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.gather_rows import Inverse
 from pyrl_ext.ops.gather_rows import op as gather
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import accum_dtype, on_gpu
 
 _ARGUMENTS = Arguments("sum_rows", src=("M, ...", FLOATS), rows=("M", INT64))
 

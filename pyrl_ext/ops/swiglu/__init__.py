@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 _DECLARED = {"gate_up": ("N, 2 W", WIDE_RANGE), "weight": ("N", Like("gate_up", wide=True))}
 _ARGUMENTS = Arguments("swiglu", **_DECLARED)
