@@ -85,7 +85,7 @@ class Arguments:
             like = self.declared[name][1]
             allowed = self._allowed(like, tensors)
             if allowed and tensor.dtype not in allowed:
-                expected = f"one of {list(allowed)}" if len(allowed) > 1 else f"{allowed[0]}"
+                expected = f"one of {list(allowed)}" if allowed[1:] else f"{allowed[0]}"
                 if isinstance(like, Like):
                     expected += f" for {like.name} of {given[like.name].dtype}"
                 return self.dtype_error(

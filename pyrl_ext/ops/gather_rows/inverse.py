@@ -84,7 +84,7 @@ def _refuse_host(rows: Tensor, num_src: int) -> str | None:
 
 
 op = Op("invert_rows(Tensor rows, SymInt num_src) -> (Tensor, Tensor)", fake=_fake)
-op.serve(__package__, "native")
+op.serve("pyrl_ext.ops.gather_rows", "native")
 op.backend("native", reference, refuse=_refuse_host)
 op.backend("triton", reference, refuse=_refuse_host)
 op.backend("reference", reference)
