@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 from pyrl_ext.prompt import Image, Prompt
 

@@ -22,7 +22,7 @@ from PIL import Image as PIL
 from torch import Tensor
 
 from pyrl_ext.data.files import Broken, DataError, cut
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.samples import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 
 
 @dataclass(frozen=True, eq=False)

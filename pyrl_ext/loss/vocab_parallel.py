@@ -17,7 +17,7 @@ from pyrl_ext.ops import (
     token_logprob_rows,
     token_logprob_stats,
 )
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
 # torch.distributed is not fully typed, and torch 2.11 lacks the successors of what 2.13 deprecates
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportDeprecated=false

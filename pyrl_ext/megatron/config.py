@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pyrl_ext.megatron.te import te_fields
 from pyrl_ext.ops import squared
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS

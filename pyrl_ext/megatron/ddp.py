@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyrl_ext.megatron.suppress_warnings import quiet
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.plan import Plan
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import squared, squared_relu, swiglu
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 
 # (True if gated, the function in megatron's config) -> the operator of a unit
 UNITS: Any = {(True, F.silu): swiglu, (False, squared): squared_relu}

@@ -16,8 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
-from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import on_gpu, to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.parallel.topology import Place

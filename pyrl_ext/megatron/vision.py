@@ -31,7 +31,7 @@ from torch import Tensor
 from pyrl_ext.megatron.config import tower_config
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.suppress_warnings import quiet
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.parallel.topology import Place, Topology
 from pyrl_ext.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.megatron.checkpoint import write_whole
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.parallel.hf_download import TOKENIZER_FILES
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan

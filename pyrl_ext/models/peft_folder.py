@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.hf_folder import open_safetensors
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import ModelSizes

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._op import refuses_first
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops._op import refuse_dtype
+from pyrl_ext.ops.tensors import on_gpu
 
 
 class Outdated:
@@ -106,7 +105,12 @@ def refuse_device(tensor: Tensor, function: str) -> str | None:
 
 def refuses(function: str, *dtypes: torch.dtype) -> Callable[..., str | None]:
     """``refuse`` of a backend whose first argument has one of ``dtypes``; none given: any."""
-    return refuses_first("the first argument", dtypes, partial(refuse_device, function=function))
+
+    def refuse(first: Tensor, *_: Any) -> str | None:
+        reason = refuse_dtype("the first argument", first, *dtypes) if dtypes else None
+        return reason or refuse_device(first, function)
+
+    return refuse
 
 
 def address(tensor: Tensor | None) -> int:

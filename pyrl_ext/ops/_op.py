@@ -5,15 +5,18 @@ live one layer up, in the functions that call operators.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 # Globals: autograd computes gradients on a GPU in another thread, with an empty context.
 _named: str | None = None
@@ -28,23 +31,15 @@ def _accept(*args: Any) -> str | None:
     return None
 
 
-def refuses_first(
-    name: str, dtypes: Collection[torch.dtype], refuse_device: Callable[[torch.Tensor], str | None]
-) -> Callable[..., str | None]:
-    """``refuse`` of a backend that looks at its first argument alone.
+def _behind_first(refuse: Callable[..., str | None], _first: Tensor, *args: Any) -> str | None:
+    return refuse(*args)
 
-    Args:
-        name: of the argument, for messages
-        dtypes: that it may have; none given: any
-        refuse_device: why the backend cannot run on the argument's device, or None
-    """
 
-    def refuse(first: torch.Tensor, *_: Any) -> str | None:
-        if dtypes and first.dtype not in dtypes:
-            return f"{name} is {first.dtype}, expected one of {list(dtypes)}"
-        return refuse_device(first)
-
-    return refuse
+def refuse_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> str | None:
+    """Why a backend that knows ``dtypes`` cannot take the argument ``name``, or None."""
+    if tensor.dtype not in dtypes:
+        return f"{name} is {tensor.dtype}, expected one of {list(dtypes)}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +73,42 @@ class Op:
         """Add a backend after those already added: list the fastest first, the reference last."""
         self.backends.append(Backend(name, run, refuse))
 
-    def serve(self, *modules: ModuleType, function: str = "") -> None:
-        """Add the backends in ``modules``, the fastest first, the reference last.
+    def serve(self, package: str, *names: str, function: str = "") -> None:
+        """Add the backends of modules of ``package``, the fastest first, the reference last.
 
-        Each module holds ``function``, by default the operator's name, and may hold ``refuse``, or
-        ``refuse_grad`` for a gradient. The module's name is the backend's.
+        A module is imported when it is first asked, Triton's only where Triton can run. It holds
+        ``function``, by default the operator's name, and may hold ``refuse``, or one of its own,
+        ``refuse_<function>``. A gradient's ``refuse`` gets the arguments behind the first.
         """
-        for module in modules:
-            run = getattr(module, function or self.name)
+        function = function or self.name
+        for name in names:
+            self.backends.append(self._backend_of(package, name, function))
+
+    def _backend_of(self, package: str, name: str, function: str) -> Backend:
+        @cache
+        def loaded() -> tuple[Callable, Callable]:
+            module = import_module(f"{package}.{name}")
             refuse = getattr(module, "refuse", _accept)
-            if run.__name__.endswith("_grad"):
-                refuse = getattr(module, "refuse_grad", refuse)
-            self.backend(module.__name__.rpartition(".")[2], run, refuse=refuse)
+            if function.endswith("_grad"):
+                refuse = partial(_behind_first, refuse)
+            return getattr(module, function), getattr(module, f"refuse_{function}", refuse)
+
+        def run(*args: Any, **how: Any) -> Any:
+            return loaded()[0](*args, **how)
+
+        def refuse(*args: Any) -> str | None:
+            reason = self._refuse_triton(args) if name == "triton" else None
+            return reason or loaded()[1](*args)
+
+        return Backend(name, run, refuse)
+
+    def _refuse_triton(self, args: tuple[Any, ...]) -> str | None:
+        """Why Triton cannot run on the device of the first argument, or None."""
+        first, *_ = _tensors(args)
+        if not on_gpu(first) and os.environ.get("TRITON_INTERPRET") != "1":
+            argument = self.overload._schema.arguments[0].name
+            return f"{argument} is on {first.device}, expected cuda"
+        return None if find_spec("triton") else "triton is not installed"
 
     def gradient(self, backward: Callable, save: Callable = _save_arguments) -> None:
         """Add the derivative (``backward`` and ``setup_context`` of ``torch.library``); by
@@ -118,9 +137,13 @@ class Op:
 def _wanted(args: tuple[Any, ...]) -> str:
     if _on_gpu == "auto":
         return _on_gpu
-    tensors = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]))
-    any_on_gpu = any(isinstance(x, torch.Tensor) and on_gpu(x) for x in tensors)
-    return _on_gpu if any_on_gpu else "auto"
+    return _on_gpu if any(map(on_gpu, _tensors(args))) else "auto"
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a call, those of lists among them."""
+    flat = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]))
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def serve_gpu_from(name: str) -> None:

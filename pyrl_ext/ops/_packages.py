@@ -1,4 +1,5 @@
-"""Helpers of the backends that call other packages' kernels, without importing them."""
+"""Helpers of the backends that run on Triton or call other packages' kernels, without importing
+them."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -6,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 
 def refuse_package(module: str, name: str, tensor: Tensor) -> str | None:
@@ -30,3 +31,8 @@ def gradients(run: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) ->
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         out = run(*leaves)
     return list(torch.autograd.grad(out, leaves, grad))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``: sizes of Triton's tiles."""
+    return 1 << (max(n, 1) - 1).bit_length()

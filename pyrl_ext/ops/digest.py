@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
+from pyrl_ext.ops.tensors import on_gpu
 
 WORDS = 1 << 19  # integers of a chunk: enough to fill a GPU, few enough for a CPU's caches
 SMALL = 1 << 18  # bytes of a tensor on a CPU for which numpy, whose calls cost less, is faster
 STEP = 0x5851F42D4C957F2D  # odd: the factor from one chunk to the next
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, the step between two inputs
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -140,3 +140,18 @@ def _of_a_chunk(device: torch.device) -> Tensor:
 def _on_host() -> np.ndarray:
     """Those of small tensors, as numpy has them."""
     return _of_a_chunk(torch.device("cpu"))[:SMALL].numpy()
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """splitmix64's output function on int64, which looks random: products wrap, a mask makes the
+    shifts logical.
+
+    Args:
+        x: any shape, int64
+
+    Returns:
+        the same shape, int64
+    """
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
+    return x ^ ((x >> 31) & (2**33 - 1))

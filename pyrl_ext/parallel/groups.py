@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.plan.groups import WORLD, Group
 from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
 

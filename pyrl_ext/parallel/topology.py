@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.parallel.shared_memory import host_key
 from pyrl_ext.plan import Plan

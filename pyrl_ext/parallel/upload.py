@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import on_gpu, to_device
 
 
 @cache

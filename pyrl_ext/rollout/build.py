@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from pyrl_ext.data.prompt_dataset import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
-from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import dtype_of, on_gpu
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import Engine

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.plan import Plan
 

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.vision import VisionTower
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.module_pipe import Edges, RunsAhead, embedded_depths, give, swap

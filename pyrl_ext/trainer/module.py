@@ -30,7 +30,7 @@ from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import read_adapter
 from pyrl_ext.ops.digest import digest_on_device, read
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan

@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.megatron.p2p import KnownShapes
-from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import dtype_of, to_device
 from pyrl_ext.pack.encoder_work import EncoderWork, Route
 from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.parallel.topology import Topology

@@ -20,8 +20,7 @@ from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
-from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import on_gpu, to_device
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.buckets import BucketStream

@@ -15,7 +15,7 @@ from pyrl_ext.data.prompt_dataset import build_source, image_scale
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import TransferStats
 from pyrl_ext.pack.exchange import shard_batch, step_digest

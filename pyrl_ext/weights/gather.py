@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pyrl_ext.models.shards import pieces_of
 from pyrl_ext.models.weight_table import tensor_split
-from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import dtype_of, on_gpu
 from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream, Slot, aligned
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan

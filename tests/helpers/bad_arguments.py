@@ -63,15 +63,6 @@ class Bad(NamedTuple):
     message: str
 
 
-def of(op: str, run: Callable[..., Any]) -> Callable[..., Bad]:
-    """Makes bad calls of an operator: of the error's class, its message, and the arguments."""
-
-    def bad(error: type[Exception], message: str, *args: Any, **named: Any) -> Bad:
-        return Bad(op, partial(run, *args, **named), error, message)
-
-    return bad
-
-
 def bad_calls() -> list[Bad]:
     return [
         *_gather_rows(),
@@ -95,7 +86,9 @@ def bad_calls() -> list[Bad]:
 
 
 def _gather_rows() -> list[Bad]:
-    bad = of("gather_rows", gather_rows)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("gather_rows", lambda: gather_rows(*args), error, message)
+
     src = torch.zeros(3, 2)
     fill = torch.zeros(2)
     two = torch.tensor([0, 1])
@@ -106,21 +99,30 @@ def _gather_rows() -> list[Bad]:
         bad(ValueError, "fill [3]", src, ZERO, torch.zeros(3)),
         bad(TypeError, "torch.int32", src, ZERO.int(), fill),
         bad(
-            TypeError, "fill is torch.float16, expected src's torch.float32", src, ZERO, fill.half()
+            TypeError,
+            "fill is torch.float16, expected torch.float32 for src of torch.float32",
+            src,
+            ZERO,
+            fill.half(),
         ),
         bad(ValueError, "src is on meta, rows on cpu, fill on cpu", src.to("meta"), ZERO, fill),
         bad(ValueError, sizes, src, two, fill, Inverse(NONE, NONE)),
         bad(TypeError, "torch.float32, torch.float32, expected", src, two, fill, floats),
         bad(IndexError, f"rows[1] is 7, {row}", src, torch.tensor([0, 7, 7]), fill),
         bad(IndexError, f"rows[1] is -2, {row}", src, torch.tensor([0, -2, -2]), fill),
-        of("invert_rows", invert_rows)(
-            IndexError, f"rows[1] is 3, {row}", torch.tensor([0, 3, 4]), 3
+        Bad(
+            "invert_rows",
+            lambda: invert_rows(torch.tensor([0, 3, 4]), 3),
+            IndexError,
+            f"rows[1] is 3, {row}",
         ),
     ]
 
 
 def _gather_fields() -> list[Bad]:
-    bad = of("gather_fields", gather_fields)
+    def bad(error: type[Exception], message: str, fields: Any, rows: Tensor, fills: Any) -> Bad:
+        return Bad("gather_fields", lambda: gather_fields(fields, rows, fills), error, message)
+
     field = torch.zeros(3)
     no_bool = "a fill is 2.0, expected a number that torch.bool"
     fields = "0 fields, 0 fills, expected one fill a field, and a field"
@@ -149,20 +151,26 @@ def _gather_fields() -> list[Bad]:
 
 
 def _gather_routes() -> list[Bad]:
-    good = {
-        "routes": torch.zeros(50, 5, 4, dtype=torch.uint8),
-        "rows": torch.zeros(9, dtype=torch.int64),
-        "layers": (0,),
-        "num_experts": 64,
-    }
-    bad = partial(of("gather_routes", gather_routes), **good)
+    def bad(
+        error: type[Exception],
+        message: str,
+        layers: Any = (0,),
+        experts: int = 64,
+        **changed: Tensor,
+    ) -> Bad:
+        routes = changed.get("routes", torch.zeros(50, 5, 4, dtype=torch.uint8))
+        rows = changed.get("rows", torch.zeros(9, dtype=torch.int64))
+        return Bad(
+            "gather_routes", lambda: gather_routes(routes, rows, layers, experts), error, message
+        )
+
     far = torch.zeros(9, dtype=torch.int64).index_fill(0, torch.tensor([5]), 50)
     wide = torch.zeros(50, 5, 4).long()
     meta = torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta")
     token = "rows[5] is 50, expected -1 (padding) or a token of routes in [0, 50)"
     return [
-        bad(ValueError, "num_experts is 3, expected 4", num_experts=3),
-        bad(ValueError, "num_experts is 300, expected 4 (the experts of a token", num_experts=300),
+        bad(ValueError, "num_experts is 3, expected 4", experts=3),
+        bad(ValueError, "num_experts is 300, expected 4 (the experts of a token", experts=300),
         bad(TypeError, "routes is torch.int64, expected one of", routes=wide),
         bad(TypeError, "layers is torch.int64 [1, 1]", layers=torch.tensor([[0]])),
         bad(TypeError, "rows is torch.int32, expected torch.int64", rows=far.int()),
@@ -178,7 +186,10 @@ def _gather_routes() -> list[Bad]:
 
 
 def _expand_runs() -> list[Bad]:
-    bad = of("expand_runs", expand_runs)
+    def bad(
+        error: type[Exception], message: str, starts: Tensor, lengths: Tensor, size: int
+    ) -> Bad:
+        return Bad("expand_runs", lambda: expand_runs(starts, lengths, size), error, message)
 
     def runs(message: str, *lengths: int) -> Bad:
         zeros = torch.zeros(len(lengths), dtype=torch.int64)
@@ -187,7 +198,9 @@ def _expand_runs() -> list[Bad]:
     two = torch.zeros(2, dtype=torch.int64)
     most = 2**63 - 1
     return [
-        bad(ValueError, "starts [2] on cpu", two, torch.zeros(3).long(), 1),
+        bad(
+            ValueError, "starts [2], lengths [3], expected [R], [R]", two, torch.zeros(3).long(), 1
+        ),
         bad(ValueError, "expected [R]", two[None], two[None], 1),
         bad(TypeError, "starts is torch.int32", two.int(), two, 1),
         bad(ValueError, "size is -1", two, two, -1),
@@ -199,7 +212,11 @@ def _expand_runs() -> list[Bad]:
 
 
 def _sum_rows() -> list[Bad]:
-    bad = of("sum_rows", sum_rows)
+    def bad(
+        error: type[Exception], message: str, src: Tensor, rows: Tensor, inverse: Inverse
+    ) -> Bad:
+        return Bad("sum_rows", lambda: sum_rows(src, rows, inverse), error, message)
+
     rows = torch.tensor([0, 0])
     one = invert_rows(rows, 1)
 
@@ -229,94 +246,159 @@ def _sum_rows() -> list[Bad]:
 
 
 def _rotary() -> list[Bad]:
-    bad = of("rotary", rotary)
+    def bad(error: type[Exception], message: str, *args: Any, **how: Any) -> Bad:
+        return Bad("rotary", lambda: rotary(*args, **how), error, message)
+
     heads = torch.zeros(3, 2, 8)
     turns = torch.zeros(3, 4)
     meta: Any = heads.to("meta")
     return [
         bad(ValueError, "query [3, 8], key", heads[:, 0], heads, turns),
         bad(ValueError, "turns [3, 3], expected", heads, heads, turns[:, :3]),
-        bad(ValueError, "expected as many rows in all", heads, heads[:2], turns),
+        bad(
+            ValueError,
+            "key [2, 2, 8], turns [3, 4], expected [T, heads, D], [T, ",
+            heads,
+            heads[:2],
+            turns,
+        ),
         bad(ValueError, "expected R up to the width of heads", heads, heads[..., :2], turns),
-        bad(TypeError, "key torch.float16", heads, heads.half(), turns),
-        bad(TypeError, "turns torch.bfloat16", heads, heads, turns.bfloat16()),
+        bad(
+            TypeError,
+            "key is torch.float16, expected torch.float32 for query",
+            heads,
+            heads.half(),
+            turns,
+        ),
+        bad(
+            TypeError,
+            "turns is torch.bfloat16, expected torch.float32",
+            heads,
+            heads,
+            turns.bfloat16(),
+        ),
         bad(ValueError, "key on meta, turns on cpu, expected one device", heads, meta, turns),
         bad(ValueError, "result 'thirds', expected", heads, heads, turns, result="thirds"),
     ]
 
 
 def _latent_keys() -> list[Bad]:
-    bad = of("latent_keys", latent_keys)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("latent_keys", lambda: latent_keys(*args), error, message)
+
     both = torch.zeros(3, 2, 8)
     shared = torch.zeros(3, 4)
     key = torch.zeros(3, 2, 6)
-    grad = of("latent_keys_grad", latent_keys_grad)
-    wrong = "value torch.float32 [2, 2, 8], expected [T, heads, plain + R]"
+    rows = Bad(
+        "latent_keys_grad",
+        lambda: latent_keys_grad(key, both[:2], 2),
+        ValueError,
+        "value [2, 2, 8], expected [T, heads, plain + R]",
+    )
     return [
         bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
         bad(ValueError, "shared [2, 4], expected", both, shared[:2], 4),
         bad(ValueError, "plain is 9, expected 0 to 8", both, shared, 9),
-        bad(TypeError, "shared torch.float16, expected", both, shared.half(), 4),
+        bad(
+            TypeError,
+            "shared is torch.float16, expected torch.float32 for both",
+            both,
+            shared.half(),
+            4,
+        ),
         bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
-        grad(ValueError, wrong, key, both[:2], 2),
+        rows,
     ]
 
 
 def _expert_rows() -> list[Bad]:
-    bad = of("expert_rows", expert_rows)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("expert_rows", lambda: expert_rows(*args), error, message)
+
     chosen = torch.arange(8).expand(3, 8) < 2
     probs = torch.zeros(3, 8)
     more = chosen.logical_or(torch.arange(24).view(3, 8) == 13)
-    grad = of("expert_rows_grad", expert_rows_grad)
-    wrong = "grad [5], order [1], places [1], expected [T * K] three times"
+    grad = Bad(
+        "expert_rows_grad",
+        lambda: expert_rows_grad(torch.zeros(5), ZERO, ZERO, 1, 1),
+        ValueError,
+        "grad [5], order [1], places [1], expected [T * K], [T * K], [T * K]",
+    )
     return [
         bad(ValueError, "routing_map [3, 8], probs [2, 8], expected [T, E]", chosen, probs[:2], 2),
         bad(ValueError, "top_k is 9, expected 1 to the 8 experts", chosen, probs, 9),
         bad(ValueError, "top_k is 0, expected 1 to the 8 experts", chosen, probs, 0),
-        bad(TypeError, "routing_map is torch.uint8, probs torch.float32", chosen.byte(), probs, 2),
+        bad(TypeError, "routing_map is torch.uint8, expected torch.bool", chosen.byte(), probs, 2),
         bad(
-            TypeError, "probs torch.int64, expected torch.bool and one of", chosen, probs.long(), 2
+            TypeError,
+            "probs is torch.int64, expected one of [torch.float32",
+            chosen,
+            probs.long(),
+            2,
         ),
         bad(ValueError, "routing_map is on cpu, probs on meta", chosen, probs.to("meta"), 2),
         bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
         bad(ValueError, "routing_map[0] has 2 experts, expected top_k 3", chosen, probs, 3),
-        grad(ValueError, wrong, torch.zeros(5), ZERO, ZERO, 1, 1),
+        grad,
     ]
 
 
 def _rms_norm() -> list[Bad]:
-    bad = of("rms_norm", rms_norm)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("rms_norm", lambda: rms_norm(*args), error, message)
+
     x = torch.zeros(3, 4)
     weight = torch.zeros(4)
-    grad = of("rms_norm_grad", rms_norm_grad)
-    wrong = "grad is torch.float32 [2, 4], expected torch.float32 [3, 4]"
+    wide = Bad(
+        "rms_norm_grad",
+        lambda: rms_norm_grad(x[:2], x, weight, x[:, 0], None),
+        ValueError,
+        "grad [2, 4], x [3, 4], expected [..., W], [..., W]",
+    )
     return [
-        grad(ValueError, wrong, x[:2], x, weight, x[:, 0], None),
-        bad(ValueError, "x is [3, 4], weight [3], expected [..., W] and [W]", x, x[:, 0], 1e-6),
-        bad(ValueError, "x is [], weight [4], expected", x[0, 0], weight, 1e-6),
-        bad(ValueError, "x is [3, 0], weight [0], expected", x[:, :0], weight[:0], 1e-6),
-        bad(TypeError, "x is torch.float16, weight", x.half(), weight.half(), 1e-6),
-        bad(TypeError, "weight torch.bfloat16, expected both", x, weight.bfloat16(), 1e-6),
+        wide,
+        bad(ValueError, "x [3, 4], weight [3], expected [..., W], [W]", x, x[:, 0], 1e-6),
+        bad(ValueError, "x [], weight [4], expected [..., W], [W]", x[0, 0], weight, 1e-6),
+        bad(ValueError, "x [3, 0], weight [0], expected W at least 1", x[:, :0], weight[:0], 1e-6),
+        bad(
+            TypeError,
+            "x is torch.float16, expected one of [torch.float32",
+            x.half(),
+            weight.half(),
+            1e-6,
+        ),
+        bad(
+            TypeError,
+            "weight is torch.bfloat16, expected torch.float32 for x",
+            x,
+            weight.bfloat16(),
+            1e-6,
+        ),
         bad(ValueError, "x is on cpu, weight on meta", x, weight.to("meta"), 1e-6),
         bad(ValueError, "eps is 0.0, expected a number above 0", x, weight, 0.0),
     ]
 
 
 def _swiglu() -> list[Bad]:
-    bad = of("swiglu", swiglu)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("swiglu", lambda: swiglu(*args), error, message)
+
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
-    wide = of("swiglu_grad", swiglu_grad)(
-        ValueError, "grad is torch.float32 [3, 8], expected torch.float32 [3, 4]", rows, rows, None
+    wide = Bad(
+        "swiglu_grad",
+        lambda: swiglu_grad(rows, rows, None),
+        ValueError,
+        "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]",
     )
     return [
-        bad(ValueError, "gate_up is [3, 7], expected [N, 2 W]", rows[:, 1:]),
-        bad(ValueError, "gate_up is [3], expected [N, 2 W]", meta),
+        bad(ValueError, "gate_up [3, 7], expected [N, 2 W]", rows[:, 1:]),
+        bad(ValueError, "gate_up [3], expected [N, 2 W]", meta),
         bad(TypeError, "gate_up is torch.int64, expected one of", rows.long()),
-        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(ValueError, "gate_up [3, 8], weight [2], expected [N, 2 W], [N]", rows, rows[:2, 0]),
         bad(
-            ValueError,
-            "torch.bfloat16 [3], expected torch.float32 [3]",
+            TypeError,
+            "weight is torch.bfloat16, expected torch.float32 for gate_up of torch.float32",
             rows,
             rows[:, 0].bfloat16(),
         ),
@@ -326,31 +408,44 @@ def _swiglu() -> list[Bad]:
 
 
 def _squared_relu() -> list[Bad]:
-    bad = of("squared_relu", squared_relu)
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("squared_relu", lambda: squared_relu(*args), error, message)
+
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
-    grad = of("squared_relu_grad", squared_relu_grad)
-    wrong = "grad is torch.float32 [2, 8], expected torch.float32 [3, 8]"
+    grad = Bad(
+        "squared_relu_grad",
+        lambda: squared_relu_grad(rows[:2], rows, rows[:, 0]),
+        ValueError,
+        "grad [2, 8], x [3, 8], weight [3], expected [N, W], [N, W], [N]",
+    )
     return [
-        bad(ValueError, "x is [3], expected [N, W]", meta, meta),
+        bad(ValueError, "x [3], weight [3], expected [N, W], [N]", meta, meta),
         bad(TypeError, "x is torch.int64, expected one of", rows.long(), rows[:, 0]),
-        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(ValueError, "x [3, 8], weight [2], expected [N, W], [N]", rows, rows[:2, 0]),
         bad(ValueError, "x is on cpu, weight on meta, expected one device", rows, meta),
-        grad(ValueError, wrong, rows[:2], rows, rows[:, 0]),
+        grad,
     ]
 
 
 def _replay_probs() -> list[Bad]:
-    good = {"scores": torch.zeros(3, 8), "ids": torch.zeros(3, 2).long()}
-    bad = partial(of("replay_probs", replay_probs), **good)
+    def bad(error: type[Exception], message: str, **changed: Any) -> Bad:
+        call: dict[str, Any] = {
+            "scores": torch.zeros(3, 8),
+            "ids": torch.zeros(3, 2).long(),
+        } | changed
+        return Bad("replay_probs", lambda: replay_probs(**call), error, message)
 
     def expert(entry: int) -> list[Bad]:
         scores = torch.zeros(9000, 8)
         ids = torch.zeros(9000, 2).long()
         ids[8001, 1] = ids[8500, 0] = entry
         message = f"ids[8001, 1] is {entry}, expected an expert in [0, 8)"
-        grad: Bad = of("replay_probs_grad", grad_op)(
-            IndexError, message, scores, scores, ids, "sum", 1
+        grad: Bad = Bad(
+            "replay_probs_grad",
+            lambda: grad_op(scores, scores, ids, "sum", 1),
+            IndexError,
+            message,
         )
         return [bad(IndexError, message, scores=scores, ids=ids), grad]
 
@@ -376,31 +471,76 @@ def _token_logprob() -> list[Bad]:
     scale = torch.ones(9)
     rows = [torch.zeros(9)] * 5
 
-    stats = partial(of("token_logprob_stats", token_logprob_stats), ValueError)
-    combine = partial(of("token_logprob_combine", token_logprob_combine), ValueError)
-    grad = partial(of("token_logprob_grad", token_logprob_grad), ValueError)
+    def stats(message: str, *args: Any) -> Bad:
+        return Bad("token_logprob_stats", lambda: token_logprob_stats(*args), ValueError, message)
+
     mask = torch.ones(9, 9, dtype=torch.bool)
     turned = logits.t().contiguous().t()
-    double = [x.double() for x in (logits, scale, *rows)]
-    doubles = "scale is torch.float64 [9], expected torch.float32"
-    wide = "width is 11, expected one in [0, 10]"
-    kept = "keep_mask is torch.bool [9, 9], expected torch.bool"
-    shapes = "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]"
-    halves = "stats is torch.float16, targets torch.int64, scale torch.float16"
-    narrow = "dtype is torch.bfloat16 for torch.float64 logits, expected that of"
+    doubles = "scale is torch.float64, expected torch.float32 for logits"
     return [
-        stats(wide, logits, targets, scale, 0, 11),
+        stats("width is 11, expected one in [0, 10]", logits, targets, scale, 0, 11),
         stats(doubles, logits, targets, scale.double(), 0, 10),
         stats("logits is torch.int64", targets[:, None], targets, scale, 0, 1),
-        stats("targets is on meta, expected cpu", logits, targets.to("meta"), scale, 0, 10),
-        stats(kept, logits, targets, scale, 0, 10, mask),
-        of("token_logprob_rows", token_logprob_rows)(ValueError, wide, logits, targets, scale, 11),
-        combine(shapes, logits[None, :4], targets, scale, 10),
-        combine(halves, torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
-        grad(narrow, double[0], targets, double[1], 0, 10, *double[2:], dtype=torch.bfloat16),
-        grad(wide, logits, targets, scale, 0, 11, *rows),
-        of("token_logprob_grad_", token_logprob_grad_)(
-            ValueError, "expected contiguous ones", turned, targets, scale, 0, 10, *rows
+        stats(
+            "logits is on cpu, targets on meta, scale on cpu, expected one device",
+            logits,
+            targets.to("meta"),
+            scale,
+            0,
+            10,
+        ),
+        stats(
+            "keep_mask [9, 9], expected logits [T, V_local], targets [T], scale [T], keep_mask [",
+            logits,
+            targets,
+            scale,
+            0,
+            10,
+            mask,
+        ),
+        Bad(
+            "token_logprob_rows",
+            lambda: token_logprob_rows(logits, targets, scale, 11),
+            ValueError,
+            "width is 11, expected one in [0, 10]",
+        ),
+        Bad(
+            "token_logprob_combine",
+            lambda: token_logprob_combine(logits[None, :4], targets, scale, 10),
+            ValueError,
+            "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]",
+        ),
+        Bad(
+            "token_logprob_combine",
+            lambda: token_logprob_combine(torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
+            ValueError,
+            "stats is torch.float16, expected one of [torch.float32, torch.float64]",
+        ),
+        Bad(
+            "token_logprob_grad",
+            lambda: token_logprob_grad(
+                logits.double(),
+                targets,
+                scale.double(),
+                0,
+                10,
+                *(r.double() for r in rows),
+                dtype=torch.bfloat16,
+            ),
+            ValueError,
+            "dtype is torch.bfloat16 for torch.float64 logits, expected that of",
+        ),
+        Bad(
+            "token_logprob_grad",
+            lambda: token_logprob_grad(logits, targets, scale, 0, 11, *rows),
+            ValueError,
+            "width is 11, expected one in [0, 10]",
+        ),
+        Bad(
+            "token_logprob_grad_",
+            lambda: token_logprob_grad_(turned, targets, scale, 0, 10, *rows),
+            ValueError,
+            "expected contiguous ones",
         ),
     ]
 
@@ -438,7 +578,7 @@ def _sequences() -> list[Bad]:
         (ValueError, "cu_seqlens is on meta, the rows on cpu", _ends(0).to("meta")),
     ]
     return [
-        of(name, run)(error, message, *args, ends)
+        Bad(name, lambda run=run, args=args, ends=ends: run(*args, ends), error, message)
         for name, (run, args) in runs.items()
         for error, message, ends in wrong + ([] if name.endswith("_grad") else shapes)
     ]
@@ -449,43 +589,72 @@ def _causal_conv1d() -> list[Bad]:
     weight = torch.zeros(2, 4)
     meta = torch.zeros(2, device="meta")
 
-    bad = partial(of("causal_conv1d", causal_conv1d), cu_seqlens=_ends(0))
+    def bad(error: type[Exception], message: str, x: Tensor, weight: Tensor, bias: Any) -> Bad:
+        run = partial(causal_conv1d, x, weight, bias, _ends(0))
+        return Bad("causal_conv1d", run, error, message)
+
     tall = torch.zeros(3, 4)
     wide = torch.zeros(2, 5)
-    types = "x is torch.float32, weight and bias [torch.bfloat16]"
+    types = "weight is torch.bfloat16, expected torch.float32 for x"
     return [
         bad(ValueError, "x [3, 2], weight [3, 4], expected [T, D], [D, W]", x, tall, None),
         bad(ValueError, "weight is [2, 5], expected one of [2, 3, 4] weights", x, wide, None),
-        bad(ValueError, "bias is [3], expected [2], one a channel", x, weight, x[:, 0]),
+        bad(ValueError, "bias [3], expected [T, D], [D, W], [D]", x, weight, x[:, 0]),
         bad(TypeError, types, x, weight.bfloat16(), None),
-        bad(ValueError, "x is on cpu, weight and bias on ['cpu', 'meta']", x, weight, meta),
+        bad(ValueError, "x is on cpu, weight on cpu, bias on meta, expected", x, weight, meta),
     ]
 
 
 def _ssd_scan() -> list[Bad]:
-    x = torch.zeros(3, 4, 2)
-    steps = torch.zeros(3, 4)
-    head = torch.zeros(4)
-    good = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
-    bad = partial(of("ssd_scan", ssd_scan), **good, dt_bias=head, cu_seqlens=_ends(0))
+    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
+        x = torch.zeros(3, 4, 2)
+        steps = torch.zeros(3, 4)
+        head = torch.zeros(4)
+        call = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
+        call |= {"dt_bias": head, "cu_seqlens": _ends(0)} | changed
+        return Bad("ssd_scan", lambda: ssd_scan(**call), error, message)
+
     three = torch.zeros(3, 3, 2)
     return [
-        bad(ValueError, "'dt': [3, 3]", dt=torch.zeros(3, 3)),
-        bad(ValueError, "expected x [T, H, P], dt [T, H], B and C [T, G, N]", C=three),
+        bad(ValueError, "dt [3, 3], A [4]", dt=torch.zeros(3, 3)),
+        bad(ValueError, "expected x [T, H, P], dt [T, H], A [H], B [T, G, N], C [T, G", C=three),
         bad(ValueError, "4 heads, 3 groups, expected as many heads in each", B=three, C=three),
-        bad(TypeError, "'A': torch.bfloat16", A=torch.zeros(4).bfloat16()),
-        bad(ValueError, "'D': 'meta', 'dt_bias': 'cpu'}, exp", D=torch.zeros(4).to("meta")),
+        bad(
+            TypeError,
+            "A is torch.bfloat16, expected torch.float32 for x",
+            A=torch.zeros(4).bfloat16(),
+        ),
+        bad(
+            ValueError,
+            "D on meta, dt_bias on cpu, expected one device",
+            D=torch.zeros(4).to("meta"),
+        ),
     ]
 
 
 def _gated_delta_rule() -> list[Bad]:
-    heads = torch.zeros(3, 4, 2)
-    gate = torch.zeros(3, 4)
-    good = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate}
-    bad = partial(of("gated_delta_rule", gated_delta_rule), **good, cu_seqlens=_ends(0))
+    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
+        heads = torch.zeros(3, 4, 2)
+        gate = torch.zeros(3, 4)
+        call = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate} | changed
+        return Bad(
+            "gated_delta_rule",
+            lambda: gated_delta_rule(**call, cu_seqlens=_ends(0)),
+            error,
+            message,
+        )
+
     return [
-        bad(ValueError, "expected q and k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
-        bad(ValueError, "'beta': [3]}", beta=torch.zeros(3)),
-        bad(TypeError, "expected one of [torch.float32", g=torch.zeros(3, 4).bfloat16()),
-        bad(ValueError, "'v': 'meta'", v=torch.zeros(3, 4, 2).to("meta")),
+        bad(ValueError, "expected q [T, H, K], k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
+        bad(ValueError, "g [3, 4], beta [3], expected", beta=torch.zeros(3)),
+        bad(
+            TypeError,
+            "g is torch.bfloat16, expected torch.float32 for q",
+            g=torch.zeros(3, 4).bfloat16(),
+        ),
+        bad(
+            ValueError,
+            "v on meta, g on cpu, beta on cpu, expected one device",
+            v=torch.zeros(3, 4, 2).to("meta"),
+        ),
     ]

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyrl_ext.megatron.optimizer import state_tensors
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.timers import Clock

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.end_to_end import index_of
 from pyrl_ext.megatron.ddp import unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.images import Images

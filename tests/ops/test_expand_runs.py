@@ -48,8 +48,8 @@ def test_expand_runs_native_equals_reference(isa, threads, longest):
     try:
         for spare in (0, 1, 100_001):
             size = int(lengths.sum()) + spare
-            wanted = reference.expand_runs(starts, lengths, size)
-            assert torch.equal(native.expand_runs(starts, lengths, size, isa), wanted)
+            wanted = reference(starts, lengths, size)
+            assert torch.equal(native(starts, lengths, size, isa), wanted)
     finally:
         torch.set_num_threads(before)
 
@@ -70,7 +70,7 @@ def test_expand_runs_writes_only_its_part_of_memory(isa):
                 threads=1,
             )
             written = memory[offset : offset + size]
-            assert torch.equal(written, reference.expand_runs(starts, lengths, size))
+            assert torch.equal(written, reference(starts, lengths, size))
             assert (memory[:offset] == -77).all() and (memory[offset + size :] == -77).all()
             memory.fill_(-77)
 

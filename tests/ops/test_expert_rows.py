@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from pyrl_ext.ops import expert_rows, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.expert_rows import DTYPES, native, reference
+from pyrl_ext.ops.expert_rows import native, reference
 from pyrl_ext.ops.expert_rows import op as rows_op
 from tests.helpers import emulated
 
@@ -68,7 +69,7 @@ def check(forward, backward, shape, dtype):
 @pytest.mark.parametrize("module", [reference, native, emulated], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_expert_rows_kernels_sort_as_a_loop_does(module, shape):
-    for dtype in DTYPES if shape[0] < 50 else (torch.float32,):
+    for dtype in FLOATS if shape[0] < 50 else (torch.float32,):
         check(module.expert_rows, module.expert_rows_grad, shape, dtype)
 
 
@@ -84,7 +85,7 @@ def test_expert_rows_on_a_gpu_sort_as_a_loop_does(backend, shape):
 
         return call
 
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         grad = torch.ops.pyrl_ext.expert_rows_grad
         check(on_gpu(rows_op), on_gpu(grad), shape, dtype)
 

@@ -35,7 +35,7 @@ def test_launch_shapes_compile_every_triton_kernel_without_spills(target: int, t
             launch(16)
     binaries_of = [binaries.binary_of(variant, target) for variant in variants]
     assert [binary for binary in binaries_of if binary.spills] == []
-    sources = ROOT.glob("pyrl_ext/ops/*/triton_kernel.py")
+    sources = ROOT.glob("pyrl_ext/ops/*/triton.py")
     written = {name for source in sources for name in TRITON.findall(source.read_text("utf-8"))}
     assert {variant.kernel for variant in variants} == written
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyrl_ext.ops import latent_keys, use_backend
-from pyrl_ext.ops.latent_keys import grad_op, native, reference
-from pyrl_ext.ops.rotary import DTYPES
+from pyrl_ext.ops._arguments import FLOATS
+from pyrl_ext.ops.latent_keys import grad_op, native, reference, reference_grad
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -41,11 +41,18 @@ def check(forward, backward, shape, dtype):
         assert tensor.dtype == dtype and tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("module", [reference, native, emulated], ids=lambda m: m.__name__)
+RUNS = {
+    "reference": (reference, reference_grad),
+    "native": (native.latent_keys, native.latent_keys_grad),
+    "emulated": (emulated.latent_keys, emulated.latent_keys_grad),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_latent_keys_kernels_join_and_part_as_a_loop_does(module, shape):
-    for dtype in DTYPES:
-        check(module.latent_keys, module.latent_keys_grad, shape, dtype)
+def test_latent_keys_kernels_join_and_part_as_a_loop_does(name, shape):
+    for dtype in FLOATS:
+        check(*RUNS[name], shape, dtype)
 
 
 @needs_gpu
@@ -59,7 +66,7 @@ def test_latent_keys_on_a_gpu_join_and_part_as_a_loop_does(backend, shape):
 
         return call
 
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(on_gpu(latent_keys), on_gpu(grad_op), shape, dtype)
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import replay_probs, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.replay_probs import DTYPES, ID_DTYPES, NORMS, grad_op, native, op, reference
+from pyrl_ext.ops.replay_probs import ID_DTYPES, NORMS, grad_op, native, op, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -100,7 +101,7 @@ def test_replay_probs_has_the_bits_of_megatron_core(router, E, device):
 @pytest.mark.parametrize("norm", ["none", "sum"])
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 def test_replay_probs_native_has_the_bits_of_torch(shape, norm):
-    for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
+    for dtype, out, ids in zip(FLOATS * 5, FLOATS[1:] * 7, ID_DTYPES * 4, strict=False):
         for scale in (0.0, 1.7):
             scores, experts, grad = case(shape, dtype, ids)
             grad = grad.to(out)
@@ -126,7 +127,7 @@ def cuda_order(v):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_replay_probs_cuda_threads_on_the_host_equal_the_reference(shape, norm):
-    for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
+    for dtype, out, ids in zip(FLOATS * 5, FLOATS[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids)
         grad = grad.to(out)
         call = (scores, experts, norm, 1.7)
@@ -349,7 +350,7 @@ def triton_equals_reference():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 def test_replay_probs_on_a_gpu_has_the_bits_of_torch(shape, norm):
-    for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
+    for dtype, out, ids in zip(FLOATS * 5, FLOATS[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids, "cuda")
         grad = grad.to(out)
         call = (scores, experts, norm, 1.7)

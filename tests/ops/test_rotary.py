@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from pyrl_ext.ops import rotary, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.rotary import DTYPES, native, op, reference
+from pyrl_ext.ops.rotary import native, op, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -62,7 +63,7 @@ def check(run, shape, dtype):
     query, key, turns = case(shape, dtype)
     for how in HOWS:
         found = run(query, key, turns, *how)
-        for ours, theirs, x in zip(found, reference.rotary(query, key, turns, *how), (query, key)):
+        for ours, theirs, x in zip(found, reference(query, key, turns, *how), (query, key)):
             exact = turned_by_hand(x, turns, *how)
             assert ours.shape == x.shape and ours.dtype == dtype and ours.is_contiguous()
             if ours.numel():
@@ -74,13 +75,13 @@ def with_isa(isa):
     return partial(native.rotary, isa=isa)
 
 
-RUNS = [reference.rotary, emulated.rotary, *map(with_isa, ISAS)]
+RUNS = [reference, emulated.rotary, *map(with_isa, ISAS)]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotary_kernels_turn_pairs_as_a_loop_does(run, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(run, shape, dtype)
 
 
@@ -93,7 +94,7 @@ def test_rotary_on_a_gpu_turns_pairs_as_a_loop_does(backend, shape):
         with use_backend(backend):
             return [x.cpu() for x in op(*on_gpu)]
 
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         check(run, shape, dtype)
 
 
@@ -126,5 +127,5 @@ def triton_equals_reference():
             args = *case(shape, (torch.float32, torch.float64)[n % 2]), *how
             with use_backend("triton"):
                 ours = op(*args)
-            for a, b in zip(ours, reference.rotary(*args), strict=True):
+            for a, b in zip(ours, reference(*args), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows, use_backend
+from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.sum_rows import DTYPES, native, reference
+from pyrl_ext.ops.sum_rows import native, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -42,9 +43,9 @@ def with_isa(isa):
 @pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sum_rows_kernels_equal_the_reference(run, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         src, rows, inverse = case(shape, dtype)
-        expected = reference.sum_rows(src, rows, *inverse)
+        expected = reference(src, rows, *inverse)
         assert torch.equal(run(src, rows, *inverse), expected), dtype
         if src.ndim > 1:  # other strides and alignments
             strided = torch.cat([src[:, :1], src], dim=1)[:, 1:]
@@ -56,9 +57,9 @@ def test_sum_rows_kernels_equal_the_reference(run, shape):
 @pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sum_rows_on_a_gpu_equals_the_reference(backend, shape):
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         src, rows, inverse = case(shape, dtype)
-        expected = reference.sum_rows(src, rows, *inverse)
+        expected = reference(src, rows, *inverse)
         with use_backend(backend):
             out = sum_rows(src.cuda(), rows.cuda(), Inverse(*(t.cuda() for t in inverse)))
         assert torch.equal(out.cpu(), expected), dtype
@@ -70,7 +71,7 @@ def test_sum_rows_reads_every_16_bit_number(run, dtype):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     rows = torch.arange(2**15).repeat_interleave(2)[torch.randperm(2**16)]
     inverse = invert_rows(rows, 2**15)
-    expected = reference.sum_rows(numbers, rows, *inverse)
+    expected = reference(numbers, rows, *inverse)
     out = run(numbers, rows, *inverse)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
@@ -147,7 +148,7 @@ ROWS = torch.tensor([0, 0])
 
 def triton_equals_reference():
     for shape in set(SHAPES) - {"threads"}:
-        for dtype in DTYPES:
+        for dtype in FLOATS:
             src, rows, inverse = case(shape, dtype)
             if dtype == torch.bfloat16:  # the interpreter cuts what it should round: whole numbers
                 src = (src > 1).to(dtype)

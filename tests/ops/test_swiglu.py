@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pyrl_ext.ops import swiglu, use_backend
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.swiglu import native, reference, swiglu_grad
+from pyrl_ext.ops.swiglu import native, reference, reference_grad, swiglu_grad
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -56,7 +56,7 @@ def check(forward, backward, gate_up, weight, grad):
     """Errors at most twice the reference's, plus the rounding of numbers and of a sum's terms."""
     wanted = exact(gate_up, weight, grad)
     found = [forward(gate_up, weight), *backward(grad, gate_up, weight)]
-    want = [reference.swiglu(gate_up, weight), *reference.swiglu_grad(grad, gate_up, weight)]
+    want = [reference(gate_up, weight), *reference_grad(grad, gate_up, weight)]
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in want]
     if weight is None:
         found = found[:2]

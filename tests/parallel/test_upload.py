@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.parallel.upload import Upload
 
 CPU = torch.device("cpu")

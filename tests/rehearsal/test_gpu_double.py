@@ -17,7 +17,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.optimizer import state_bytes, state_tensors
 from pyrl_ext.ops import gather_rows
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.offload import storage_bytes

@@ -19,7 +19,7 @@ from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
 from pyrl_ext.models.weight_table import RandomWeights
-from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import heartbeat, topology
 from pyrl_ext.parallel.buckets import ALIGNMENT

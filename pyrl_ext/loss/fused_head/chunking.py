@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
 from pyrl_ext.loss.sampling_mask import KeepMasks, KeptSets
-from pyrl_ext.ops.dtypes import accum_dtype
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops.tensors import accum_dtype, to_device
 
 GPU_TOKENS = 256  # of two tiles of a product: a chunk that holds no whole tile wastes a part of it
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster

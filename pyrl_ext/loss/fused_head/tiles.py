@@ -12,8 +12,7 @@ from torch import Tensor
 from pyrl_ext.loss.fused_head.chunking import CallPlan
 from pyrl_ext.loss.vocab_parallel import shard_columns
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
-from pyrl_ext.ops.dtypes import accum_dtype
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import accum_dtype, on_gpu
 from pyrl_ext.ops.token_logprob.reference import merge_parts
 
 CachedLogits = list[tuple[Tensor, Tensor | float]]  # (logits - offset, offset [c]) of every tile

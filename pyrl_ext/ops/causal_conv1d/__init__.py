@@ -6,16 +6,18 @@ computed in float32 (float64 for float64) and rounded once. Gradient: to ``x``, 
 derivative.
 """
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.sequences import check_sequences
 
 from . import causal, reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDTHS = (2, 3, 4)
+_ARGUMENTS = Arguments(
+    "causal_conv1d", x=("T, D", WIDE_RANGE), weight=("D, W", Like("x")), bias=("D", Like("x"))
+)
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -70,30 +72,11 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Te
         ValueError, TypeError: shapes, dtypes or devices do not fit; on a CPU, too, boundaries that
             do not ascend from 0 to at most T.
     """
-    if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1]:
-        raise ValueError(
-            f"causal_conv1d: x {list(x.shape)}, weight {list(weight.shape)}, expected [T, D], "
-            "[D, W]"
-        )
+    _ARGUMENTS.check(x, weight, bias)
     if weight.shape[1] not in WIDTHS:
         raise ValueError(
             f"causal_conv1d: weight is {list(weight.shape)}, expected one of {list(WIDTHS)} "
             "weights a channel"
-        )
-    if bias is not None and bias.shape != x.shape[1:]:
-        raise ValueError(
-            f"causal_conv1d: bias is {list(bias.shape)}, expected [{x.shape[1]}], one a channel"
-        )
-    own = [weight] if bias is None else [weight, bias]
-    if x.dtype not in DTYPES or any(each.dtype != x.dtype for each in own):
-        raise TypeError(
-            f"causal_conv1d: x is {x.dtype}, weight and bias {[each.dtype for each in own]}, "
-            f"expected one of {list(DTYPES)} for all"
-        )
-    if any(each.device != x.device for each in own):
-        raise ValueError(
-            f"causal_conv1d: x is on {x.device}, weight and bias on "
-            f"{[str(each.device) for each in own]}, expected one device"
         )
     check_sequences("causal_conv1d", x, cu_seqlens)
     return op(x, weight, bias, cu_seqlens)

@@ -2,8 +2,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import check_boundaries, positions
+from pyrl_ext.ops.tensors import accum_dtype
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:

@@ -10,12 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import ANY, FLOATS, INT64, Arguments
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.gather_rows import Inverse
 
-from . import native, reference, triton
+from .reference import new_outputs
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ARGUMENTS = Arguments("expert_rows", routing_map=("T, E", (torch.bool,)), probs=("T, E", FLOATS))
+_GRAD_ARGUMENTS = Arguments(
+    "expert_rows_grad", grad=("T * K", ANY), order=("T * K", INT64), places=("T * K", INT64)
+)
 
 
 class ExpertRows(NamedTuple):
@@ -37,7 +41,7 @@ class ExpertRows(NamedTuple):
 
 
 def _fake(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
-    return reference.new_outputs(probs, top_k)
+    return new_outputs(probs, top_k)
 
 
 def _grad_fake(grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int) -> Tensor:
@@ -49,14 +53,14 @@ op = Op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton", "reference")
 
 grad_op = Op(
     "expert_rows_grad(Tensor grad, Tensor order, Tensor places, SymInt tokens, SymInt experts)"
     " -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton", "reference")
 
 
 def _save(ctx, inputs, output):
@@ -107,24 +111,10 @@ def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> ExpertRows:
             reads outside of the tokens. They are not set to 0 either: a fault of the device is
             better than numbers of another token.
     """
-    if routing_map.ndim != 2 or probs.shape != routing_map.shape:
-        raise ValueError(
-            f"expert_rows: routing_map {list(routing_map.shape)}, probs {list(probs.shape)}, "
-            "expected [T, E] twice"
-        )
+    _ARGUMENTS.check(routing_map, probs)
     if not 0 < top_k <= routing_map.shape[1]:
         raise ValueError(
             f"expert_rows: top_k is {top_k}, expected 1 to the {routing_map.shape[1]} experts"
-        )
-    if routing_map.dtype != torch.bool or probs.dtype not in DTYPES:
-        raise TypeError(
-            f"expert_rows: routing_map is {routing_map.dtype}, probs {probs.dtype}, expected "
-            f"torch.bool and one of {list(DTYPES)}"
-        )
-    if routing_map.device != probs.device:
-        raise ValueError(
-            f"expert_rows: routing_map is on {routing_map.device}, probs on {probs.device}, "
-            "expected one device"
         )
     weights, rows, starts, order, places, counts = op(routing_map, probs, top_k)
     return ExpertRows(weights, rows, Inverse(starts, order), places, counts)
@@ -143,11 +133,7 @@ def expert_rows_grad(
     Returns:
         [T, E] dtype of ``grad``.
 
-    Raises: ValueError: shapes do not fit.
+    Raises: ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    if not grad.ndim == 1 or not grad.shape == order.shape == places.shape:
-        raise ValueError(
-            f"expert_rows_grad: grad {list(grad.shape)}, order {list(order.shape)}, places "
-            f"{list(places.shape)}, expected [T * K] three times"
-        )
+    _GRAD_ARGUMENTS.check(grad, order, places)
     return grad_op(grad, order, places, tokens, experts)

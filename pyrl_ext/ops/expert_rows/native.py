@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, launch, refuse_device, refuses
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 from .reference import new_outputs
 
@@ -22,7 +22,7 @@ def refuse(routing_map: Tensor, probs: Tensor, top_k: int) -> str | None:
     return refuse_device(probs, "expert_rows")
 
 
-refuse_grad = refuses("expert_rows_grad")
+refuse_expert_rows_grad = refuses("expert_rows_grad")
 
 
 def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:

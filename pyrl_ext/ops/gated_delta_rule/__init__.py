@@ -6,16 +6,20 @@ for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; st
 again, so only the arguments are kept. There is no second derivative.
 """
 
-import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import fla, reference
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_CHECKED = Arguments(
+    "gated_delta_rule",
+    q=("T, H, K", WIDE_RANGE),
+    k=("T, H, K", Like("q")),
+    v=("T, H, V", Like("q")),
+    g=("T, H", Like("q", wide=True)),
+    beta=("T, H", Like("q")),
+)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -28,13 +32,13 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens"
 op = Op(f"gated_delta_rule({_ARGUMENTS}) -> Tensor", fake=_fake)
-op.serve(fla, reference)
+op.serve(__name__, "fla", "reference")
 
 grad_op = Op(
     f"gated_delta_rule_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.serve(fla, reference)
+grad_op.serve(__name__, "fla", "reference")
 
 
 def _backward(ctx, grad):
@@ -65,26 +69,6 @@ def gated_delta_rule(
         ValueError, TypeError: shapes, dtypes or devices do not fit; on a CPU, too, boundaries that
             do not ascend from 0 to at most T.
     """
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    shapes = {name: list(each.shape) for name, each in given.items()}
-    if (
-        not q.ndim == v.ndim == 3
-        or q.shape != k.shape
-        or not v.shape[:2] == q.shape[:2] == g.shape == beta.shape
-    ):
-        raise ValueError(
-            f"gated_delta_rule: {shapes}, expected q and k [T, H, K], v [T, H, V], "
-            "g and beta [T, H]"
-        )
-    dtypes = {name: each.dtype for name, each in given.items()}
-    expected = dict.fromkeys(given, q.dtype) | {"g": accum_dtype(q.dtype)}
-    if q.dtype not in DTYPES or dtypes != expected:
-        raise TypeError(
-            f"gated_delta_rule: {dtypes}, expected one of {list(DTYPES)}, and for g float32, or "
-            "float64 with float64"
-        )
-    devices = {name: str(each.device) for name, each in given.items()}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"gated_delta_rule: {devices}, expected one device")
+    _CHECKED.check(q, k, v, g, beta)
     check_sequences("gated_delta_rule", q, cu_seqlens)
     return op(q, k, v, g, beta, cu_seqlens)

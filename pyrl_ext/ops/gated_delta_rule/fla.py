@@ -17,10 +17,6 @@ def refuse(
     return refuse_package("fla", "q", q)
 
 
-def refuse_grad(grad: Tensor, *arguments: Tensor) -> str | None:
-    return refuse(*arguments)
-
-
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
 ) -> Tensor:

@@ -8,7 +8,6 @@ j < i, decayed))``. Dimensions: chunk, head, row, then columns.
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import (
     Decays,
     check_boundaries,
@@ -18,6 +17,7 @@ from pyrl_ext.ops.sequences import (
     logs_grad,
     states_before,
 )
+from pyrl_ext.ops.tensors import accum_dtype
 
 
 class _Rule:

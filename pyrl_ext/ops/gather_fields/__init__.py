@@ -4,17 +4,20 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch).
 Gradient: none, fields are data; gather_rows has one.
 """
 
+import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import copysign, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.gather_rows.inverse import check_range
+from pyrl_ext.ops.tensors import on_gpu
 
-from . import native, reference, triton
-from .flat import flat_layout
+ALIGN = 256  # bytes, the alignment of a device's own allocations
 
 
 class Fields(NamedTuple):
@@ -42,6 +45,41 @@ class Fields(NamedTuple):
         return Fields(flat, _views(flat, self.views, len(self.views[0])))
 
 
+def flat_layout(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
+    """The byte offset of each field in the flat tensor, then its size; the row bytes of each."""
+    starts = [0]
+    row_bytes = []
+    for field in fields:
+        width = 1 if field.ndim == 1 else prod(field.shape[1:])
+        row_bytes.append(field.element_size() * width)
+        starts.append(starts[-1] + -(-num_out * row_bytes[-1] // ALIGN) * ALIGN)
+    return starts, row_bytes
+
+
+def pattern(dtype: torch.dtype, fill: float) -> int:
+    """The bytes of ``fill`` in ``dtype``, repeated to 8, as a signed integer.
+
+    Raises:
+        ValueError: ``dtype`` does not hold ``fill``.
+    """
+    return _pattern(dtype, fill, copysign(1, fill))  # -0.0 and 0.0 are one key
+
+
+@lru_cache(maxsize=256)
+def _pattern(dtype: torch.dtype, fill: float, _sign: float) -> int:
+    if not dtype.is_floating_point:
+        top = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        lowest = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+        # a double holds whole numbers below 2^53
+        if not (fill == fill // 1 and lowest <= fill <= top and abs(fill) < 2**53):
+            raise ValueError(
+                f"gather_fields: a fill is {fill}, expected a number that {dtype} holds"
+            )
+        fill = int(fill)
+    element = torch.tensor([fill], dtype=dtype).view(torch.uint8).tolist()
+    return struct.unpack("<q", bytes(element * (8 // len(element))))[0]
+
+
 def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
     starts, row_bytes = flat_layout(like, num_out)
     typed = {dtype: flat.view(dtype) for dtype in {field.dtype for field in like}}
@@ -53,6 +91,21 @@ def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
     return views
 
 
+def reference(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
+    """Index the bytes of every field, fill last. Syncs on cuda (the range check)."""
+    check_range("gather_fields", rows, fields[0].shape[0])
+    starts, row_bytes = flat_layout(fields, rows.shape[0])
+    flat = torch.empty(starts[-1], dtype=torch.uint8, device=rows.device, pin_memory=pin)
+    for field, start, each, fill in zip(fields, starts, row_bytes, fills):
+        data = field.clone(memory_format=torch.contiguous_format).view(-1)
+        data = data.view(torch.uint8).view(len(field), each)
+        element = torch.tensor([pattern(field.dtype, fill)], device=rows.device).view(torch.uint8)
+        padding = element.repeat(-(-each // 8))[:each]
+        gathered = torch.cat([data, padding[None]])[rows]  # -1 is the last row
+        flat[start : start + gathered.numel()] = gathered.view(-1)
+    return flat
+
+
 def _fake(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
     return rows.new_empty(flat_layout(fields, rows.shape[0])[0][-1], dtype=torch.uint8)
 
@@ -60,7 +113,8 @@ def _fake(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> 
 op = Op(
     "gather_fields(Tensor[] fields, Tensor rows, float[] fills, bool pin) -> Tensor", fake=_fake
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def gather_fields(

@@ -4,7 +4,7 @@ from torch import Tensor
 from pyrl_ext.ops._native import C, refuse_device
 from pyrl_ext.ops.gather_rows.native import gather, rows_of
 
-from .flat import flat_layout, pattern
+from . import flat_layout, pattern
 
 
 def refuse(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> str | None:

@@ -1,17 +1,12 @@
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.gather_rows.triton import launch
 
-from .flat import flat_layout, pattern
+from . import flat_layout, pattern
 
 FIELDS = 32  # of a launch
-
-
-def refuse(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> str | None:
-    return refuse_device("rows", rows)
 
 
 def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:

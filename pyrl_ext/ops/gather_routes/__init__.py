@@ -9,22 +9,49 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import INT64, Arguments
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-
 ROUTE_DTYPES = (torch.uint8, torch.uint16)
+_ARGUMENTS = Arguments("gather_routes", routes=("T, L, K", ROUTE_DTYPES), rows=("M", INT64))
 
 
-def _fake(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
+def new_output(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
+    """An empty result."""
     return routes.new_empty((layers.shape[0], rows.shape[0], routes.shape[2]))
+
+
+def reference(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
+    """Index tokens and layers, bring layers to the front, put the spread experts into padding."""
+    T, L, K = routes.shape
+    check_entries("layers", layers, 0, L, "a slot of routes")
+    if rows.device.type == "cpu":
+        check_entries("rows", rows, -1, T, "-1 (padding) or a token of routes")
+    padding = (rows < 0)[None, :, None]
+    fill = (torch.arange(len(rows) * K, device=rows.device) % num_experts).view(1, len(rows), K)
+    if T == 0:  # padding only
+        return fill.expand(len(layers), -1, -1).to(routes.dtype)
+    slots = layers.to(rows.device, non_blocking=True)
+    picked = routes.to(torch.int64)[rows.clamp(min=0)].index_select(1, slots)
+    return torch.where(padding, fill, picked.transpose(0, 1)).to(routes.dtype).contiguous()
+
+
+def check_entries(name: str, entries: Tensor, lowest: int, end: int, rule: str) -> None:
+    """Raise IndexError if an entry is outside [lowest, end)."""
+    outside = (entries < lowest) | (entries >= end)
+    if outside.any():
+        i = int(outside.nonzero()[0])
+        raise IndexError(
+            f"gather_routes: {name}[{i}] is {int(entries[i])}, expected {rule} in [0, {end})"
+        )
 
 
 op = Op(
     "gather_routes(Tensor routes, Tensor rows, Tensor layers, int num_experts) -> Tensor",
-    fake=_fake,
+    fake=new_output,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def gather_routes(
@@ -53,22 +80,7 @@ def gather_routes(
             checked, since that would wait for the device (the reference fails as torch's indexing
             does there).
     """
-    if routes.ndim != 3 or rows.ndim != 1:
-        raise ValueError(
-            f"gather_routes: routes {list(routes.shape)}, rows {list(rows.shape)}, expected "
-            "[T, L, K], [M]"
-        )
-    if routes.dtype not in ROUTE_DTYPES:
-        raise TypeError(
-            f"gather_routes: routes is {routes.dtype}, expected one of {list(ROUTE_DTYPES)}"
-        )
-    if rows.dtype != torch.int64:
-        raise TypeError(f"gather_routes: rows is {rows.dtype}, expected torch.int64")
-    if routes.device != rows.device:
-        raise ValueError(
-            f"gather_routes: routes is on {routes.device}, rows on {rows.device}, expected one "
-            "device"
-        )
+    _ARGUMENTS.check(routes, rows)
     top_k = routes.shape[2]
     limit = torch.iinfo(routes.dtype).max + 1
     if not top_k <= num_experts <= limit:

@@ -3,7 +3,9 @@ from typing import Any
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, launch, refuse_device
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
+
+from . import new_output
 
 
 def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> str | None:
@@ -47,7 +49,7 @@ def gather_routes(
     rows = rows.contiguous()
     layers = layers.contiguous()
     routes = routes if rows_apart(routes) else routes.contiguous()
-    out = routes.new_empty((len(layers), len(rows), routes.shape[2]))
+    out = new_output(routes, rows, layers, num_experts)
     args = arguments(routes, rows, layers, num_experts, out)
     launch("gather_routes", rows.device, isa, args=args)
     return out

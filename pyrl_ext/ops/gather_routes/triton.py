@@ -1,26 +1,21 @@
-from __future__ import annotations
-
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from pyrl_ext.ops._triton import power_of_two, refuse_device
-from pyrl_ext.ops.to_device import to_device
+from pyrl_ext.ops._packages import power_of_two
+from pyrl_ext.ops.tensors import to_device
 
-from .reference import check
-
-
-def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> str | None:
-    return refuse_device("rows", rows)
+from . import check_entries, new_output
+from .native import rows_apart
 
 
 def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
     """Uploads ``layers``, so a CUDA graph cannot capture it."""
-    from .triton_kernel import gather_routes_kernel  # triton takes a while to import
-
     _, L, K = routes.shape
-    check("layers", layers, 0, L, "a slot of routes")
-    routes = routes if routes[:1].is_contiguous() else routes.contiguous()
+    check_entries("layers", layers, 0, L, "a slot of routes")
+    routes = routes if rows_apart(routes) else routes.contiguous()
     rows = rows.contiguous()
-    out = routes.new_empty((len(layers), len(rows), K))
+    out = new_output(routes, rows, layers, num_experts)
     if out.numel() == 0:
         return out
     padded = power_of_two(K)
@@ -40,3 +35,28 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
         BLOCK=block,  # type: ignore[arg-type]
     )
     return out
+
+
+@triton.jit
+def gather_routes_kernel(
+    routes,  # [T, L, K] read, rows row_stride elements apart
+    rows,  # [M] int64, -1 or a row of routes
+    slots,  # [l] int64
+    out,  # [l, M, K] written
+    row_stride,
+    M,
+    num_experts,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, PADDED_K)[None, :]
+    layer = tl.program_id(1).to(tl.int64)
+    inside = (m < M) & (j < K)
+    row = tl.load(rows + m, m < M, other=-1)
+    slot = tl.load(slots + layer)
+    expert = tl.load(routes + row * row_stride + slot * K + j, inside & (row >= 0), other=0)
+    fill = (m * K + j) % num_experts
+    value = tl.where(row >= 0, expert.to(tl.int64), fill)
+    tl.store(out + (layer * M + m) * K + j, value.to(out.dtype.element_ty), inside)

@@ -8,28 +8,41 @@ same order) and to ``fill``; of any order.
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import ANY, INT64, Arguments, Like
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-from .inverse import Inverse, invert_rows
+from .inverse import Inverse, check_range, invert_rows
+
+_ARGUMENTS = Arguments(
+    "gather_rows", src=("N, ...", ANY), rows=("M", INT64), fill=("...", Like("src"))
+)
 
 
-def _fake(
+def new_output(
     src: Tensor,
     rows: Tensor,
     fill: Tensor | None,
     starts: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
+    """An empty result."""
     return src.new_empty(rows.shape[0], *src.shape[1:])
+
+
+def reference(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
+    """Append ``fill`` to ``src`` as a last row, and index. Syncs on cuda (the range check)."""
+    check_range("gather_rows", rows, src.shape[0])
+    fill = src.new_zeros(src.shape[1:]) if fill is None else fill
+    return torch.cat([src, fill[None]])[rows]  # -1 is the last row
 
 
 op = Op(
     "gather_rows(Tensor src, Tensor rows, Tensor? fill, Tensor? starts=None, Tensor? order=None)"
     " -> Tensor",
-    fake=_fake,
+    fake=new_output,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def _save(ctx, inputs, output):
@@ -77,22 +90,7 @@ def gather_rows(
             kernels do not check, since that would wait for the device; there, rows come from
             :class:`~pyrl_ext.pack.layout.TokenLayout`, which knows the range.
     """
-    shape = src.shape[1:] if fill is None else fill.shape
-    if src.ndim < 1 or rows.ndim != 1 or shape != src.shape[1:]:
-        raise ValueError(
-            f"gather_rows: src {list(src.shape)}, rows {list(rows.shape)}, fill {list(shape)}, "
-            "expected [N, ...], [M], [...]"
-        )
-    if rows.dtype != torch.int64:
-        raise TypeError(f"gather_rows: rows is {rows.dtype}, expected torch.int64")
-    if fill is not None and fill.dtype != src.dtype:
-        raise TypeError(f"gather_rows: fill is {fill.dtype}, expected src's {src.dtype}")
-    device = src.device if fill is None else fill.device
-    if not src.device == rows.device == device:
-        raise ValueError(
-            f"gather_rows: src is on {src.device}, rows on {rows.device}, fill on {device}, "
-            "expected one device"
-        )
+    _ARGUMENTS.check(src, rows, fill)
     if inverse is None:
         return op(src, rows, fill)
     inverse.check("gather_rows", rows, src.shape[0])

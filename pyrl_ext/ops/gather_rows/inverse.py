@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.on_gpu import on_gpu
-
-from . import native, reference
+from pyrl_ext.ops.tensors import on_gpu
 
 
 class Inverse(NamedTuple):
@@ -59,15 +57,37 @@ def _fake(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
     return rows.new_empty(num_src + 1), rows.new_empty(rows.shape[0])
 
 
+def reference(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
+    """Sort stably; entries of -1 behind all others."""
+    if rows.device.type == "cpu":
+        check_range("invert_rows", rows, num_src)
+    ordered, order = torch.sort(rows.where(rows >= 0, num_src), stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(num_src + 1, device=rows.device))
+    return starts, order.masked_fill(ordered == num_src, -1)
+
+
+def check_range(function: str, rows: Tensor, num_src: int) -> None:
+    outside = (rows < -1) | (rows >= num_src)
+    if outside.any():
+        raise out_of_range(function, rows, int(outside.nonzero()[0]), num_src)
+
+
+def out_of_range(function: str, rows: Tensor, at: int, num_src: int) -> IndexError:
+    return IndexError(
+        f"{function}: rows[{at}] is {int(rows[at])}, expected -1 (fill) or a row of src in "
+        f"[0, {num_src})"
+    )
+
+
 def _refuse_host(rows: Tensor, num_src: int) -> str | None:
     return None if on_gpu(rows) else f"rows is on {rows.device}, expected cuda"
 
 
 op = Op("invert_rows(Tensor rows, SymInt num_src) -> (Tensor, Tensor)", fake=_fake)
-op.backend("native", native.invert_rows, refuse=native.refuse_invert)
-op.backend("native", reference.invert_rows, refuse=_refuse_host)
-op.backend("triton", reference.invert_rows, refuse=_refuse_host)
-op.backend("reference", reference.invert_rows)
+op.serve("pyrl_ext.ops.gather_rows", "native")
+op.backend("native", reference, refuse=_refuse_host)
+op.backend("triton", reference, refuse=_refuse_host)
+op.backend("reference", reference)
 
 
 def invert_rows(rows: Tensor, num_src: int) -> Inverse:

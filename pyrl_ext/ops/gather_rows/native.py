@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, launch, refuses
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
-from .reference import out_of_range
+from . import new_output
+from .inverse import out_of_range
 
 refuse = refuses("gather_rows")
 
@@ -16,7 +17,7 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor
     src = rows_of(src)
     rows = rows.contiguous()
     fill = None if fill is None else fill.contiguous()
-    out = src.new_empty(rows.shape[0], *src.shape[1:])
+    out = new_output(src, rows, fill)
     field = C.Field(
         src=src.data_ptr(),
         stride=src.stride(0) * src.element_size(),
@@ -45,7 +46,7 @@ def gather(function: str, fields: list[Any], num_src: int, rows: Tensor) -> None
         raise out_of_range(function, rows, bad, num_src)
 
 
-refuse_invert = refuses("invert_rows")
+refuse_invert_rows = refuses("invert_rows")
 
 
 def invert_rows(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,15 @@
-from __future__ import annotations
+"""Every tensor comes as integers of its element's width, so a kernel serves all dtypes."""
 
 from math import prod
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from pyrl_ext.ops._triton import power_of_two, refuse_device
+from pyrl_ext.ops._packages import power_of_two
 
+from . import new_output
 from .native import rows_of
 
 TILE = 2048  # elements a program moves
@@ -14,15 +17,13 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> str | None:
-    if src.dtype.is_complex:
-        return f"src is {src.dtype}, expected a real dtype"
-    return refuse_device("src", src)
+    return f"src is {src.dtype}, expected a real dtype" if src.dtype.is_complex else None
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
     src = rows_of(src)
     rows = rows.contiguous()
-    out = src.new_empty(rows.shape[0], *src.shape[1:])
+    out = new_output(src, rows, fill)
     word = WORDS[src.element_size()]
     launch([src], rows, [0 if fill is None else fill.contiguous().view(-1).view(word)], [out])
     return out
@@ -30,8 +31,6 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor
 
 def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) -> None:
     """Gather ``rows`` of every field; ``fills`` are all rows (tensors) or all numbers."""
-    from .triton_kernel import gather_rows_kernel  # triton takes a while to import
-
     widths = []
     tall = []
     wide = []
@@ -63,3 +62,38 @@ def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) 
 def words(tensor: Tensor) -> Tensor:
     """The same memory as integers of the element's width."""
     return tensor.view(WORDS[tensor.element_size()])
+
+
+@triton.jit(do_not_specialize=["M"])  # a bound
+def gather_rows_kernel(
+    srcs,  # each [N, WIDTHS] read, rows `strides` apart
+    strides,
+    rows,  # [M] int64, -1 or a row of the sources
+    fills,  # FILL_ROWS: each [WIDTHS] read; else an element of each
+    outs,  # each [M, WIDTHS] written
+    firsts,  # of the programs, those that begin a field, and their number
+    M,
+    WIDTHS: tl.constexpr,
+    TALL: tl.constexpr,  # rows of a tile
+    WIDE: tl.constexpr,  # columns of a tile
+    FILL_ROWS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    for f in tl.static_range(len(WIDTHS)):  # type: ignore
+        if program >= firsts[f] and program < firsts[f + 1]:
+            across: tl.constexpr = (WIDTHS[f] + WIDE[f] - 1) // WIDE[f]
+            tile = program - firsts[f]
+            m = (tile // across).to(tl.int64) * TALL[f] + tl.arange(0, TALL[f])
+            c = tile % across * WIDE[f] + tl.arange(0, WIDE[f])
+            row = tl.load(rows + m, m < M, other=-1)[:, None]
+            inside = (m < M)[:, None] & (c < WIDTHS[f])[None, :]
+            value = tl.load(srcs[f] + row * strides[f] + c[None, :], inside & (row >= 0), other=0)
+            if FILL_ROWS:
+                padding = tl.load(fills[f] + c[None, :], inside & (row < 0), other=0)
+            else:
+                padding = tl.cast(fills[f], value.dtype)  # Triton makes a fill of 1 a constant
+            tl.store(
+                outs[f] + m[:, None] * WIDTHS[f] + c[None, :],
+                tl.where(row >= 0, value, padding),
+                inside,
+            )

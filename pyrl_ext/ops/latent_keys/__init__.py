@@ -4,30 +4,53 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch). The grad
 is one pass too, ``latent_keys_grad``.
 """
 
+import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import ANY, FLOATS, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.rotary import DTYPES
+from pyrl_ext.ops.tensors import accum_dtype
 
-from . import native, reference, triton
+_ARGUMENTS = Arguments(
+    "latent_keys", both=("T, heads, plain + V", FLOATS), shared=("T, R", Like("both"))
+)
+_GRAD_ARGUMENTS = Arguments(
+    "latent_keys_grad", key=("T, heads, plain + R", ANY), value=("T, heads, V", Like("key"))
+)
 
 
-def _fake(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+def new_outputs(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Empty keys and values."""
     key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
     return key, both.new_empty(*both.shape[:2], both.shape[2] - plain)
 
 
-def _fake_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+def new_grads(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Empty gradients of ``both`` and ``shared``."""
     both = key.new_empty(*key.shape[:2], plain + value.shape[2])
     return both, key.new_empty(key.shape[0], key.shape[2] - plain)
 
 
-op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=_fake)
-op.serve(native, triton, reference)
+def reference(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    common = shared[:, None].expand(-1, both.shape[1], -1)
+    return torch.cat([both[..., :plain], common], -1), both[..., plain:].clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def reference_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    shared = key[..., plain:].sum(1, dtype=accum_dtype(key.dtype)).to(key.dtype)
+    return torch.cat([key[..., :plain], value], -1), shared
+
+
+op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=new_outputs)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 grad_op = Op(
-    "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=_fake_grad
+    "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=new_grads
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton")
+grad_op.backend("reference", reference_grad)
 
 
 def _save(ctx, inputs, output):
@@ -63,34 +86,18 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    if both.ndim != 3 or shared.ndim != 2 or both.shape[0] != shared.shape[0]:
-        raise ValueError(
-            f"latent_keys: both {list(both.shape)}, shared {list(shared.shape)}, "
-            "expected [T, heads, plain + V], [T, R]"
-        )
+    _ARGUMENTS.check(both, shared)
     if not 0 <= plain <= both.shape[2]:
         raise ValueError(f"latent_keys: plain is {plain}, expected 0 to {both.shape[2]}")
-    if both.dtype not in DTYPES or shared.dtype != both.dtype:
-        raise TypeError(
-            f"latent_keys: both is {both.dtype}, shared {shared.dtype}, expected one of "
-            f"{list(DTYPES)} twice"
-        )
-    if both.device != shared.device:
-        raise ValueError(
-            f"latent_keys: both is on {both.device}, shared on {shared.device}, expected one device"
-        )
     return op(both, shared, plain)
 
 
 def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     """The gradients of ``both`` and ``shared`` from those of keys and values.
 
-    Raises: ValueError: shapes or dtypes do not fit.
+    Raises: ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    rows = key.shape[:2] == value.shape[:2] and key.dtype == value.dtype
-    if not (key.ndim == value.ndim == 3 and rows and plain <= key.shape[2]):
-        raise ValueError(
-            f"latent_keys_grad: key {key.dtype} {list(key.shape)}, value {value.dtype} "
-            f"{list(value.shape)}, expected [T, heads, plain + R], [T, heads, V] of one dtype"
-        )
+    _GRAD_ARGUMENTS.check(key, value)
+    if plain > key.shape[2]:
+        raise ValueError(f"latent_keys_grad: plain is {plain}, expected up to {key.shape[2]}")
     return grad_op(key, value, plain)

@@ -5,14 +5,15 @@ from torch import Tensor
 from pyrl_ext.ops._native import C, dtype_of, launch, refuses
 from pyrl_ext.ops.rotary.native import heads_of
 
+from . import new_grads, new_outputs
+
 refuse = refuses("latent_keys")
 
 
 def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     both = heads_of(both)
     shared = heads_of(shared)
-    key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
-    value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
+    key, value = new_outputs(both, shared, plain)
     args = arguments(key, value, both, shared, back=False)
     launch("latent_keys", both.device, args=args)
     return key, value
@@ -21,8 +22,7 @@ def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tenso
 def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
     key = heads_of(key)
     value = heads_of(value)
-    both = key.new_empty(*key.shape[:2], plain + value.shape[2])
-    shared = key.new_empty(len(key), key.shape[2] - plain)
+    both, shared = new_grads(key, value, plain)
     args = arguments(key, value, both, shared, back=True)
     launch("latent_keys", key.device, args=args)
     return both, shared

@@ -13,18 +13,18 @@ deterministic. There is no second derivative.
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import FLOATS, Arguments
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-
 ID_DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NORMS = ("none", "sum", "softmax")
+_ARGUMENTS = Arguments("replay_probs", scores=("M, E", FLOATS), ids=("M, K", ID_DTYPES))
 
 
-def _fake(
+def new_outputs(
     scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Empty probabilities and routing map."""
     shape = scores.shape
     return scores.new_empty(shape, dtype=out_dtype), scores.new_empty(shape, dtype=torch.bool)
 
@@ -36,15 +36,15 @@ def _grad_fake(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: floa
 op = Op(
     "replay_probs(Tensor scores, Tensor ids, str norm, float scale, ScalarType out_dtype)"
     " -> (Tensor, Tensor)",
-    fake=_fake,
+    fake=new_outputs,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton", "reference")
 
 grad_op = Op(
     "replay_probs_grad(Tensor grad, Tensor scores, Tensor ids, str norm, float scale) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton", "reference")
 
 
 def _save(ctx, inputs, output):
@@ -94,25 +94,14 @@ def replay_probs(
             that would wait for the device, and the native and Triton ones read out of bounds.
     """
     out_dtype = scores.dtype if out_dtype is None else out_dtype
-    if scores.ndim != 2 or ids.ndim != 2 or scores.shape[0] != ids.shape[0]:
-        raise ValueError(
-            f"replay_probs: scores {list(scores.shape)}, ids {list(ids.shape)}, expected [M, E], "
-            "[M, K]"
-        )
+    _ARGUMENTS.check(scores, ids)
     if ids.shape[1] > scores.shape[1]:
         raise ValueError(
             f"replay_probs: {ids.shape[1]} ids a token, expected at most the {scores.shape[1]} "
             "experts; the experts of a token are distinct"
         )
-    if ids.dtype not in ID_DTYPES:
-        raise TypeError(f"replay_probs: ids is {ids.dtype}, expected one of {list(ID_DTYPES)}")
-    for name, dtype in (("scores", scores.dtype), ("out_dtype", out_dtype)):
-        if dtype not in DTYPES:
-            raise TypeError(f"replay_probs: {name} is {dtype}, expected one of {list(DTYPES)}")
+    if out_dtype not in FLOATS:
+        raise TypeError(f"replay_probs: out_dtype is {out_dtype}, expected one of {list(FLOATS)}")
     if norm not in NORMS:
         raise ValueError(f"replay_probs: norm is {norm!r}, expected one of {list(NORMS)}")
-    if scores.device != ids.device:
-        raise ValueError(
-            f"replay_probs: scores is on {scores.device}, ids on {ids.device}, expected one device"
-        )
     return op(scores, ids, norm, scale or 0.0, out_dtype)

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, dtype_of, launch, refuse_device
 
+from . import new_outputs
+
 MAX_TOPK = 32
 MAX_EXPERTS = 1 << 16
 
@@ -20,17 +22,12 @@ def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
     return refuse_device(scores, "replay_probs")
 
 
-def refuse_grad(grad: Tensor, *call: Any) -> str | None:
-    return refuse(*call)
-
-
 def replay_probs(
     scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     scores = scores.contiguous()
     ids = ids.contiguous()
-    probs = scores.new_empty(scores.shape, dtype=out_dtype)
-    routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
+    probs, routing_map = new_outputs(scores, ids, norm, scale, out_dtype)
     args = arguments(scores, ids, norm, scale, None, probs, routing_map)
     launch("replay_probs", scores.device, args=args)
     return probs, routing_map

@@ -1,6 +1,8 @@
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.tensors import accum_dtype
+
 
 def replay_probs(
     scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
@@ -34,7 +36,7 @@ def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scal
 
 
 def _widened(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+    return values.to(accum_dtype(values.dtype))
 
 
 def _checked(ids: Tensor, experts: int) -> Tensor:

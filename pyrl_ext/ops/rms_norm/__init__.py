@@ -19,33 +19,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.tensors import accum_dtype
 
-from . import native, reference, triton
+_ARGUMENTS = Arguments("rms_norm", x=("..., W", WIDE_RANGE), weight=("W", Like("x")))
+_GRAD_ARGUMENTS = Arguments(
+    "rms_norm_grad",
+    grad=("..., W", Like("x")),
+    x=("..., W", WIDE_RANGE),
+    residual_grad=("..., W", Like("x")),
+)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+def new_outputs(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """An empty result, and one scale a row."""
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accum_dtype(x.dtype))
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide)
-
-
-def _grad_fake(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, residual_grad: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def new_grads(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Empty gradients of ``x`` and ``weight``."""
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-op = Op("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
-op.serve(triton, native, reference)
+def reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = _widened(x)
+    scale = torch.rsqrt(wide.square().mean(-1) + eps)
+    return (wide * scale[..., None] * _widened(weight)).to(x.dtype), scale
+
+
+def reference_grad(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    normed = _widened(x) * scale[..., None]
+    grad = _widened(grad)
+    of_normed = grad * _widened(weight)
+    mean = (of_normed * normed).mean(-1, keepdim=True)
+    out = (of_normed - normed * mean) * scale[..., None]
+    if residual_grad is not None:
+        out = out + _widened(residual_grad)
+    of_weight = (grad * normed).flatten(0, -2).sum(0)
+    return out.to(x.dtype), of_weight.to(weight.dtype)
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.contiguous().to(accum_dtype(values.dtype))
+
+
+op = Op("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=new_outputs)
+op.serve(__name__, "triton", "native")
+op.backend("reference", reference)
 
 grad_op = Op(
     "rms_norm_grad(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor? residual_grad)"
     " -> (Tensor, Tensor)",
-    fake=_grad_fake,
+    fake=new_grads,
 )
-grad_op.serve(triton, native, reference)
+grad_op.serve(__name__, "triton", "native")
+grad_op.backend("reference", reference_grad)
 
 
 def _save(ctx, inputs, output):
@@ -121,30 +152,15 @@ def rms_norm_grad(
         [..., W] and [W], dtype of ``x``, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes of the gradients do not fit.
+        ValueError, TypeError: shapes, dtypes or devices of the gradients do not fit.
     """
-    for name, each in (("grad", grad), ("residual_grad", residual_grad)):
-        if each is not None and (each.shape != x.shape or each.dtype != x.dtype):
-            raise ValueError(
-                f"rms_norm_grad: {name} is {each.dtype} {list(each.shape)}, expected {x.dtype} "
-                f"{list(x.shape)}"
-            )
+    _GRAD_ARGUMENTS.check(grad, x, residual_grad)
     return grad_op(grad, x, weight, scale, residual_grad)
 
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
-    if not x.ndim or x.shape[-1:] != weight.shape or not weight.numel():
-        raise ValueError(
-            f"rms_norm: x is {list(x.shape)}, weight {list(weight.shape)}, expected [..., W] and "
-            "[W], W at least 1"
-        )
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        raise TypeError(
-            f"rms_norm: x is {x.dtype}, weight {weight.dtype}, expected both one of {list(DTYPES)}"
-        )
-    if x.device != weight.device:
-        raise ValueError(
-            f"rms_norm: x is on {x.device}, weight on {weight.device}, expected one device"
-        )
+    _ARGUMENTS.check(x, weight)
+    if not weight.numel():
+        raise ValueError(f"rms_norm: {shapes(x=x, weight=weight)}, expected W at least 1")
     if not eps > 0:
         raise ValueError(f"rms_norm: eps is {eps}, expected a number above 0")

@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, dtype_of, launch, refuse_device
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops._op import refuse_dtype
+from pyrl_ext.ops.tensors import on_gpu
+
+from . import new_grads, new_outputs
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def refuse(x: Tensor, *_: Any) -> str | None:
-    if x.dtype not in DTYPES:
-        return f"x is {x.dtype}, expected one of {list(DTYPES)}"
-    return None if on_gpu(x) else refuse_device(x, "rms_norm")
+    reason = refuse_dtype("x", x, *DTYPES)
+    return reason or (None if on_gpu(x) else refuse_device(x, "rms_norm"))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[Tensor, Tensor]:
@@ -21,8 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[
         return out, scale.view(x.shape[:-1])
     rows = rows_of(x)
     weight = weight.contiguous()
-    out = x.new_empty(x.shape)
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    out, scale = new_outputs(x)
     _run(rows, isa, eps, weight=weight, scale=scale, out=out)
     return out, scale
 
@@ -40,8 +41,7 @@ def rms_norm_grad(
             grad, x, weight.shape, scale[..., None], weight, [True, True]
         )
         return out if residual_grad is None else out.add_(residual_grad), weight_grad
-    out = x.new_empty(x.shape)
-    weight_grad = weight.new_empty(weight.shape)
+    out, weight_grad = new_grads(grad, x, weight)
     if not out.numel():
         return out, weight_grad.zero_()
     given = {"weight": weight, "scale": scale, "grad": grad, "residual_grad": residual_grad}

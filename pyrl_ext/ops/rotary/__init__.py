@@ -9,24 +9,52 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import FLOATS, Arguments, Like, shapes
 from pyrl_ext.ops._op import Op
 
-from . import native, reference, triton
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ARGUMENTS = Arguments(
+    "rotary",
+    query=("T, heads, D", FLOATS),
+    key=("T, heads', D'", Like("query")),
+    turns=("T, R", Like("query", wide=True)),
+)
 Place = Literal["halves", "neighbours"]
 
 
-def _fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def new_outputs(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Empty results."""
     return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def reference(
+    query: Tensor, key: Tensor, turns: Tensor, last: bool, source: str, result: str, back: bool
+) -> tuple[Tensor, Tensor]:
+    cos, sin = turns[:, None].chunk(2, -1)
+
+    def turned(heads: Tensor) -> Tensor:
+        plain = heads.shape[-1] - turns.shape[1]
+        first, second = heads.split([plain, turns.shape[1]][:: 1 if last else -1], -1)
+        pairs = second if last else first
+        a, b = _pairs(pairs, source).to(turns.dtype).unbind(-2 if source == "halves" else -1)
+        s = -sin if back else sin
+        both = torch.stack((a * cos - b * s, b * cos + a * s), -2 if result == "halves" else -1)
+        out = both.flatten(-2).to(heads.dtype)
+        return torch.cat((first, out) if last else (out, second), -1)
+
+    return turned(query), turned(key)
+
+
+def _pairs(x: Tensor, place: str) -> Tensor:
+    return x.unflatten(-1, (2, -1) if place == "halves" else (-1, 2))
 
 
 op = Op(
     "rotary(Tensor query, Tensor key, Tensor turns, bool last, str source, str result, bool back) "
     "-> (Tensor, Tensor)",
-    fake=_fake,
+    fake=new_outputs,
 )
-op.serve(native, triton, reference)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 
 def _save(ctx, inputs, output):
@@ -75,24 +103,10 @@ def rotary(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or places do not fit.
     """
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, turns {list(turns.shape)}"
-    if query.ndim != 3 or key.ndim != 3 or turns.ndim != 2 or turns.shape[1] % 2:
-        raise ValueError(f"rotary: {shapes}, expected [T, heads, D] twice and [T, R], R even")
-    if not query.shape[0] == key.shape[0] == turns.shape[0]:
-        raise ValueError(f"rotary: {shapes}, expected as many rows in all")
-    if turns.shape[1] > min(query.shape[2], key.shape[2]):
-        raise ValueError(f"rotary: {shapes}, expected R up to the width of heads")
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if query.dtype not in DTYPES or key.dtype != query.dtype or turns.dtype != wide:
-        raise TypeError(
-            f"rotary: query is {query.dtype}, key {key.dtype}, turns {turns.dtype}, expected one "
-            f"of {list(DTYPES)} twice, and turns float32, or float64 with float64"
-        )
-    if not query.device == key.device == turns.device:
-        raise ValueError(
-            f"rotary: query is on {query.device}, key on {key.device}, turns on {turns.device}, "
-            "expected one device"
-        )
+    _ARGUMENTS.check(query, key, turns)
+    if turns.shape[1] % 2 or turns.shape[1] > min(query.shape[2], key.shape[2]):
+        found = shapes(query=query, key=key, turns=turns)
+        raise ValueError(f"rotary: {found}, expected R up to the width of heads, and even")
     if not {source, result} <= {"halves", "neighbours"}:
         raise ValueError(
             f"rotary: source is {source!r}, result {result!r}, expected 'halves' or 'neighbours'"

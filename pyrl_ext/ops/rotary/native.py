@@ -4,6 +4,8 @@ from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, launch, refuses
 
+from . import new_outputs
+
 refuse = refuses("rotary")
 
 
@@ -17,12 +19,12 @@ def rotary(
     back: bool,
     isa: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    inputs = tuple(heads_of(x) for x in (query, key))
+    inputs = heads_of(query), heads_of(key)
     turns = turns.contiguous()
-    outputs = tuple(x.new_empty(x.shape) for x in inputs)
+    outputs = new_outputs(*inputs)
     args = arguments(inputs, turns, last, source, result, back, outputs)
     launch("rotary", query.device, isa, args=args)
-    return outputs[0], outputs[1]
+    return outputs
 
 
 def heads_of(x: Tensor) -> Tensor:

@@ -5,16 +5,16 @@ once. Gradient: to both inputs; it computes the unit again, so only the argument
 no second derivative.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.tensors import accum_dtype
 
-from . import reference
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DECLARED = {"x": ("N, W", WIDE_RANGE), "weight": ("N", Like("x", wide=True))}
+_ARGUMENTS = Arguments("squared_relu", **_DECLARED)
+_GRAD_ARGUMENTS = Arguments("squared_relu_grad", grad=("N, W", Like("x")), **_DECLARED)
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -25,13 +25,26 @@ def _grad_fake(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    positive = F.relu(x.to(accum_dtype(x.dtype)))
+    return (positive.square() * weight[:, None]).to(x.dtype)
+
+
+def reference_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = accum_dtype(x.dtype)
+    grad = grad.to(wide)
+    positive = F.relu(x.to(wide))
+    of_x = 2 * grad * positive * weight[:, None]
+    return of_x.to(x.dtype), (grad * positive.square()).sum(-1)
+
+
 op = Op("squared_relu(Tensor x, Tensor weight) -> Tensor", fake=_fake)
-op.serve(reference)
+op.backend("reference", reference)
 
 grad_op = Op(
     "squared_relu_grad(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)", fake=_grad_fake
 )
-grad_op.serve(reference)
+grad_op.backend("reference", reference_grad)
 
 
 def _backward(ctx, grad):
@@ -54,7 +67,7 @@ def squared_relu(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(x, weight)
+    _ARGUMENTS.check(x, weight)
     return op(x, weight)
 
 
@@ -77,27 +90,5 @@ def squared_relu_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(x, weight)
-    if grad.shape != x.shape or grad.dtype != x.dtype:
-        raise ValueError(
-            f"squared_relu_grad: grad is {grad.dtype} {list(grad.shape)}, expected {x.dtype} "
-            f"{list(x.shape)}"
-        )
+    _GRAD_ARGUMENTS.check(grad, x, weight)
     return grad_op(grad, x, weight)
-
-
-def _check(x: Tensor, weight: Tensor) -> None:
-    if x.ndim != 2:
-        raise ValueError(f"squared_relu: x is {list(x.shape)}, expected [N, W]")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"squared_relu: x is {x.dtype}, expected one of {list(DTYPES)}")
-    wide = accum_dtype(x.dtype)
-    if weight.shape != x.shape[:1] or weight.dtype != wide:
-        raise ValueError(
-            f"squared_relu: weight is {weight.dtype} {list(weight.shape)}, expected {wide} "
-            f"[{x.shape[0]}]"
-        )
-    if weight.device != x.device:
-        raise ValueError(
-            f"squared_relu: x is on {x.device}, weight on {weight.device}, expected one device"
-        )

@@ -6,17 +6,23 @@ for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; st
 again, so only the arguments are kept. There is no second derivative.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import mamba, reference
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_CHECKED = Arguments(
+    "ssd_scan",
+    x=("T, H, P", WIDE_RANGE),
+    dt=("T, H", Like("x")),
+    A=("H", Like("x", wide=True)),
+    B=("T, G, N", Like("x")),
+    C=("T, G, N", Like("x")),
+    D=("H", Like("x", wide=True)),
+    dt_bias=("H", Like("x", wide=True)),
+)
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -29,15 +35,13 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor cu_seqlens"
 op = Op(f"ssd_scan({_ARGUMENTS}) -> Tensor", fake=_fake)
-op.backend("mamba_ssm", mamba.ssd_scan, refuse=mamba.refuse)
-op.backend("reference", reference.ssd_scan)
+op.serve(__name__, "mamba_ssm", "reference")
 
 grad_op = Op(
     f"ssd_scan_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
-grad_op.backend("mamba_ssm", mamba.ssd_scan_grad, refuse=mamba.refuse_grad)
-grad_op.backend("reference", reference.ssd_scan_grad)
+grad_op.serve(__name__, "mamba_ssm", "reference")
 
 
 def _backward(ctx, grad):
@@ -76,39 +80,12 @@ def ssd_scan(
         ValueError, TypeError: shapes, dtypes or devices do not fit; on a CPU, too, boundaries that
             do not ascend from 0 to at most T.
     """
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
-    _check(given)
+    _CHECKED.check(x, dt, A, B, C, D, dt_bias)
+    heads = x.shape[1]
+    groups = B.shape[1]
+    if not groups or heads % groups:
+        raise ValueError(
+            f"ssd_scan: {heads} heads, {groups} groups, expected as many heads in each"
+        )
     check_sequences("ssd_scan", x, cu_seqlens)
     return op(x, F.softplus(dt.to(A.dtype) + dt_bias), A, B, C, D, cu_seqlens)
-
-
-def _check(given: dict[str, Tensor]) -> None:
-    shapes = {name: list(each.shape) for name, each in given.items()}
-    x = shapes["x"]
-    B = shapes["B"]
-    heads = x[1:2]
-    if (
-        not len(x) == len(B) == 3
-        or B[:1] != x[:1]
-        or shapes["C"] != B
-        or shapes["dt"] != x[:2]
-        or not shapes["A"] == shapes["D"] == shapes["dt_bias"] == heads
-    ):
-        raise ValueError(
-            f"ssd_scan: {shapes}, expected x [T, H, P], dt [T, H], B and C [T, G, N], "
-            "the others [H]"
-        )
-    if not B[1] or x[1] % B[1]:
-        raise ValueError(f"ssd_scan: {x[1]} heads, {B[1]} groups, expected as many heads in each")
-    dtype = given["x"].dtype
-    wide = accum_dtype(dtype)
-    dtypes = {name: each.dtype for name, each in given.items()}
-    expected = {name: wide if name in ("A", "D", "dt_bias") else dtype for name in given}
-    if dtype not in DTYPES or dtypes != expected:
-        raise TypeError(
-            f"ssd_scan: {dtypes}, expected one of {list(DTYPES)} for x, dt, B and C, and float32, "
-            "or float64 with float64, for A, D and dt_bias"
-        )
-    devices = {name: str(each.device) for name, each in given.items()}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"ssd_scan: {devices}, expected one device")

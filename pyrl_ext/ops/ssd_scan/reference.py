@@ -6,7 +6,6 @@ Dimensions: chunk, group, head of the group, row, then columns.
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import (
     Decays,
     check_boundaries,
@@ -16,6 +15,7 @@ from pyrl_ext.ops.sequences import (
     logs_grad,
     states_before,
 )
+from pyrl_ext.ops.tensors import accum_dtype
 
 
 class _Scan:

@@ -6,7 +6,7 @@ from torch import Tensor
 from pyrl_ext.ops._native import C, dtype_of, launch, refuses
 from pyrl_ext.ops.gather_rows.native import rows_of
 
-from .reference import wrong_entries
+from . import new_output, wrong_entries
 
 refuse = refuses("sum_rows")
 
@@ -15,7 +15,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor, isa: str 
     src = rows_of(src)
     starts = starts.contiguous()
     order = order.contiguous()
-    out = src.new_empty(starts.shape[0] - 1, *src.shape[1:])
+    out = new_output(src, rows, starts, order)
     args = arguments(src, starts, order, out)
     bad = launch("sum_rows", src.device, isa, args=args)
     if bad is not None and bad >= 0:

@@ -10,28 +10,58 @@ no second derivative.
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
 from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.tensors import accum_dtype
 
-from . import native, reference, triton
+_DECLARED = {"gate_up": ("N, 2 W", WIDE_RANGE), "weight": ("N", Like("gate_up", wide=True))}
+_ARGUMENTS = Arguments("swiglu", **_DECLARED)
+_GRAD_ARGUMENTS = Arguments("swiglu_grad", grad=("N, W", Like("gate_up")), **_DECLARED)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
-
-def _fake(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+def new_output(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+    """An empty result."""
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _grad_fake(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), reference.weight_grad_like(gate_up, weight)
+def new_grads(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty gradients; without a weight its own has no elements."""
+    if weight is None:
+        return gate_up.new_empty(gate_up.shape), gate_up.new_empty(0, dtype=torch.float32)
+    return gate_up.new_empty(gate_up.shape), torch.empty_like(weight)
 
 
-op = Op("swiglu(Tensor gate_up, Tensor? weight) -> Tensor", fake=_fake)
-op.serve(native, triton, reference)
+def reference(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+    gate, up = _widened(gate_up).chunk(2, -1)
+    out = gate * torch.sigmoid(gate) * up
+    return (out if weight is None else out * weight[:, None]).to(gate_up.dtype)
+
+
+def reference_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    gate, up = _widened(gate_up).chunk(2, -1)
+    grad = _widened(grad)
+    s = torch.sigmoid(gate)
+    silu = gate * s
+    both = grad if weight is None else grad * weight[:, None]
+    grads = torch.cat([both * up * (s + silu * (1 - s)), both * silu], -1).to(gate_up.dtype)
+    if weight is None:
+        return grads, gate_up.new_empty(0, dtype=torch.float32)
+    return grads, (grad * (silu * up)).sum(-1)
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(accum_dtype(values.dtype))
+
+
+op = Op("swiglu(Tensor gate_up, Tensor? weight) -> Tensor", fake=new_output)
+op.serve(__name__, "native", "triton")
+op.backend("reference", reference)
 
 grad_op = Op(
-    "swiglu_grad(Tensor grad, Tensor gate_up, Tensor? weight) -> (Tensor, Tensor)", fake=_grad_fake
+    "swiglu_grad(Tensor grad, Tensor gate_up, Tensor? weight) -> (Tensor, Tensor)", fake=new_grads
 )
-grad_op.serve(native, triton, reference)
+grad_op.serve(__name__, "native", "triton")
+grad_op.backend("reference", reference_grad)
 
 
 def _backward(ctx, grad):
@@ -56,7 +86,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(gate_up, weight)
+    _ARGUMENTS.check(gate_up, weight)
     return op(gate_up, weight)
 
 
@@ -73,30 +103,5 @@ def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[T
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
-    _check(gate_up, weight)
-    expected = gate_up.shape[0], gate_up.shape[1] // 2
-    if tuple(grad.shape) != expected or grad.dtype != gate_up.dtype:
-        raise ValueError(
-            f"swiglu_grad: grad is {grad.dtype} {list(grad.shape)}, expected {gate_up.dtype} "
-            f"{list(expected)}"
-        )
+    _GRAD_ARGUMENTS.check(grad, gate_up, weight)
     return grad_op(grad, gate_up, weight)
-
-
-def _check(gate_up: Tensor, weight: Tensor | None) -> None:
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"swiglu: gate_up is {list(gate_up.shape)}, expected [N, 2 W]")
-    if gate_up.dtype not in DTYPES:
-        raise TypeError(f"swiglu: gate_up is {gate_up.dtype}, expected one of {list(DTYPES)}")
-    if weight is not None:
-        wide = torch.promote_types(gate_up.dtype, torch.float32)
-        if weight.shape != gate_up.shape[:1] or weight.dtype != wide:
-            raise ValueError(
-                f"swiglu: weight is {weight.dtype} {list(weight.shape)}, expected {wide} "
-                f"[{gate_up.shape[0]}]"
-            )
-        if weight.device != gate_up.device:
-            raise ValueError(
-                f"swiglu: gate_up is on {gate_up.device}, weight on {weight.device}, expected one "
-                "device"
-            )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, dtype_of, launch, refuses
 
-from .reference import weight_grad_like
+from . import new_grads, new_output
 
 refuse = refuses("swiglu", torch.float32, torch.bfloat16)
 
@@ -13,7 +13,7 @@ refuse = refuses("swiglu", torch.float32, torch.bfloat16)
 def swiglu(gate_up: Tensor, weight: Tensor | None, isa: str = "auto") -> Tensor:
     gate_up = gate_up.contiguous()
     weight = None if weight is None else weight.contiguous()
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    out = new_output(gate_up, weight)
     args = arguments(gate_up, weight, None, out, None)
     launch("swiglu", gate_up.device, isa, args=args)
     return out
@@ -25,8 +25,7 @@ def swiglu_grad(
     gate_up = gate_up.contiguous()
     grad = grad.contiguous()
     weight = None if weight is None else weight.contiguous()
-    out = torch.empty_like(gate_up)
-    weight_grad = weight_grad_like(gate_up, weight)
+    out, weight_grad = new_grads(grad, gate_up, weight)
     if not out.numel():
         return out, weight_grad.zero_()
     args = arguments(gate_up, weight, grad, out, weight_grad)

@@ -23,14 +23,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import FLOATS, INT64, Arguments, Like
 from pyrl_ext.ops._op import Op
-from pyrl_ext.ops.dtypes import accum_dtype
-
-from . import native, reference, triton
 
 _ROWS = (
     "Tensor targets, Tensor scale, SymInt first, SymInt width, Tensor max, Tensor log_sum, "
     "Tensor entropy, Tensor grad_logprob, Tensor grad_entropy, Tensor? keep_mask=None"
+)
+_SHARD = {
+    "logits": ("T, V_local", FLOATS),
+    "targets": ("T", INT64),
+    "scale": ("T", Like("logits", wide=True)),
+}
+_VECTORS = dict.fromkeys(
+    ("max", "log_sum", "entropy", "grad_logprob", "grad_entropy"), ("T", Like("logits", wide=True))
+)
+_MASK = {"keep_mask": ("T, V_local", (torch.bool,))}
+_STATS = Arguments("token_logprob_stats", ValueError, **_SHARD, **_MASK)
+_WHOLE = Arguments("token_logprob_rows", ValueError, **_SHARD, **_MASK)
+_GRAD = Arguments("token_logprob_grad", ValueError, **_SHARD, **_VECTORS, **_MASK)
+_OVER = Arguments("token_logprob_grad_", ValueError, **_SHARD, **_VECTORS, **_MASK)
+_COMBINED = Arguments(
+    "token_logprob_combine",
+    ValueError,
+    stats=("R, 4, T", (torch.float32, torch.float64)),
+    targets=("T", INT64),
+    scale=("T", Like("stats")),
 )
 _FOUR = "(Tensor logprob, Tensor entropy, Tensor max, Tensor log_sum)"
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # log-prob, entropy, max, log_sum
@@ -64,32 +82,31 @@ stats_op = Op(
     "Tensor? keep_mask=None) -> Tensor",
     fake=_stats_fake,
 )
-stats_op.serve(native, triton, reference, function="stats")
+stats_op.serve(__name__, "native", "triton", "reference", function="stats")
 
 rows_op = Op(
     "token_logprob_rows(Tensor logits, Tensor targets, Tensor scale, SymInt width, "
     f"Tensor? keep_mask=None) -> {_FOUR}",
     fake=_rows_fake,
 )
-rows_op.serve(native, triton, reference, function="rows")
+rows_op.serve(__name__, "native", "triton", "reference", function="rows")
 
 combine_op = Op(
     "token_logprob_combine(Tensor stats, Tensor targets, Tensor scale, SymInt valid_vocab) -> "
     f"{_FOUR}",
     fake=_rows_fake,
 )
-combine_op.serve(native, triton, reference, function="combine")
+combine_op.serve(__name__, "native", "triton", "reference", function="combine")
 
 grad_op = Op(
     f"token_logprob_grad(Tensor logits, {_ROWS}, ScalarType? dtype=None) -> Tensor",
     fake=_grad_fake,
 )
-grad_op.serve(native, triton, reference, function="grad")
+grad_op.serve(__name__, "native", "triton", "reference", function="grad")
 
 over_op = Op(f"token_logprob_grad_(Tensor(a!) logits, {_ROWS}) -> ()", fake=lambda *args: None)
-over_op.backend("native", _over(native.grad), refuse=native.refuse)
-over_op.backend("triton", _over(triton.grad), refuse=triton.refuse)
-over_op.backend("reference", _over(reference.grad))
+for _each in grad_op.backends:
+    over_op.backend(_each.name, _over(_each.run), refuse=_each.refuse)
 
 
 def token_logprob_stats(
@@ -121,7 +138,7 @@ def token_logprob_stats(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check("token_logprob_stats", logits, width, keep_mask, targets=targets, scale=scale)
+    _check(_STATS, width, logits, targets, scale, keep_mask)
     return stats_op(logits, targets, scale, first, width, keep_mask)
 
 
@@ -140,7 +157,7 @@ def token_logprob_rows(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check("token_logprob_rows", logits, width, keep_mask, targets=targets, scale=scale)
+    _check(_WHOLE, width, logits, targets, scale, keep_mask)
     return rows_op(logits, targets, scale, width, keep_mask)
 
 
@@ -163,17 +180,7 @@ def token_logprob_combine(stats: Tensor, targets: Tensor, scale: Tensor, valid_v
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    where = "token_logprob_combine"
-    if stats.ndim != 3 or stats.shape[1:] != (4, *targets.shape) or scale.shape != targets.shape:
-        raise ValueError(
-            f"{where}: stats {list(stats.shape)}, targets {list(targets.shape)}, scale "
-            f"{list(scale.shape)}, expected [R, 4, T], [T], [T]"
-        )
-    if targets.dtype != torch.int64 or not stats.dtype == scale.dtype == accum_dtype(stats.dtype):
-        raise ValueError(
-            f"{where}: stats is {stats.dtype}, targets {targets.dtype}, scale {scale.dtype}, "
-            "expected float32 or float64, int64 and the dtype of stats"
-        )
+    _COMBINED.check(stats, targets, scale)
     return combine_op(stats, targets, scale, valid_vocab)
 
 
@@ -210,17 +217,15 @@ def token_logprob_grad(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    vectors = dict(max=max, log_sum=log_sum, entropy=entropy)
-    vectors |= dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
-    where = "token_logprob_grad"
-    _check(where, logits, width, keep_mask, targets=targets, scale=scale, **vectors)
+    vectors = max, log_sum, entropy, grad_logprob, grad_entropy
+    _check(_GRAD, width, logits, targets, scale, *vectors, keep_mask)
     halves = (torch.bfloat16, torch.float16) if logits.dtype == torch.float32 else ()
     if dtype not in (None, logits.dtype, *halves):
         raise ValueError(
-            f"{where}: dtype is {dtype} for {logits.dtype} logits, expected that of the logits, or "
-            "torch.bfloat16 or torch.float16 for torch.float32 ones"
+            f"token_logprob_grad: dtype is {dtype} for {logits.dtype} logits, expected that of the "
+            "logits, or torch.bfloat16 or torch.float16 for torch.float32 ones"
         )
-    return grad_op(logits, targets, scale, first, width, *vectors.values(), keep_mask, dtype)
+    return grad_op(logits, targets, scale, first, width, *vectors, keep_mask, dtype)
 
 
 def token_logprob_grad_(
@@ -244,45 +249,20 @@ def token_logprob_grad_(
     Raises:
         ValueError: shapes or dtypes do not fit, or the logits are not contiguous.
     """
-    vectors = dict(max=max, log_sum=log_sum, entropy=entropy)
-    vectors |= dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
-    where = "token_logprob_grad_"
-    _check(where, logits, width, keep_mask, targets=targets, scale=scale, **vectors)
+    vectors = max, log_sum, entropy, grad_logprob, grad_entropy
+    _check(_OVER, width, logits, targets, scale, *vectors, keep_mask)
     if not logits.is_contiguous():
         raise ValueError(
-            f"{where}: logits {list(logits.shape)} has strides {list(logits.stride())}, expected "
-            "contiguous ones. Use token_logprob_grad"
+            f"token_logprob_grad_: logits {list(logits.shape)} has strides "
+            f"{list(logits.stride())}, expected contiguous ones. Use token_logprob_grad"
         )
-    over_op(logits, targets, scale, first, width, *vectors.values(), keep_mask)
+    over_op(logits, targets, scale, first, width, *vectors, keep_mask)
     return logits
 
 
-def _check(
-    where: str, logits: Tensor, width: int, keep_mask: Tensor | None, **vectors: Tensor
-) -> None:
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"{where}: logits is {logits.dtype} {list(logits.shape)}, expected floating "
-            "[T, V_local]"
-        )
-    wide = accum_dtype(logits.dtype)
-    for name, vector in vectors.items():
-        dtype = torch.int64 if name == "targets" else wide
-        if vector.shape != logits.shape[:1] or vector.dtype != dtype:
-            raise ValueError(
-                f"{where}: {name} is {vector.dtype} {list(vector.shape)}, expected {dtype} "
-                f"[{logits.shape[0]}]"
-            )
-    others = vectors if keep_mask is None else vectors | {"keep_mask": keep_mask}
-    for name, other in others.items():
-        if other.device != logits.device:
-            raise ValueError(
-                f"{where}: {name} is on {other.device}, expected {logits.device}, as logits"
-            )
-    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
-        raise ValueError(
-            f"{where}: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
-            f"{list(logits.shape)}"
-        )
+def _check(arguments: Arguments, width: int, logits: Tensor, *others: Tensor | None) -> None:
+    arguments.check(logits, *others)
     if not 0 <= width <= logits.shape[1]:
-        raise ValueError(f"{where}: width is {width}, expected one in [0, {logits.shape[1]}]")
+        raise ValueError(
+            f"{arguments.where}: width is {width}, expected one in [0, {logits.shape[1]}]"
+        )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, address, dtype_of, launch, refuses
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 
 from . import reference
 

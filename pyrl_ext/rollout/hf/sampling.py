@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.data.tokenizer import Tokenizer
-from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
+from pyrl_ext.ops.digest import GOLDEN, splitmix64
 from pyrl_ext.samples import Sampling
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of
 from pyrl_ext.parallel.external_groups import gloo_group, listening, store_of
 from pyrl_ext.parallel.shared_memory import SharedBlock, map_file

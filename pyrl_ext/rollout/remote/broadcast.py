@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.external_groups import gloo_group, own_address, store_of
 from pyrl_ext.rollout.remote.weight_protocol import CHUNK, BroadcastRoute, TransferError, require
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.parallel.external_groups import listening, own_address
 from pyrl_ext.rollout.remote.broadcast import BROKEN, Broadcast, gone

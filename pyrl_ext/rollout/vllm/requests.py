@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyrl_ext.ops.splitmix64 import GOLDEN
+from pyrl_ext.ops.digest import GOLDEN
 from pyrl_ext.rollout.engine import need_processor
 from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.samples import Image, Prompt, Sampling, Turn

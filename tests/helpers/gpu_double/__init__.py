@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from pyrl_ext.ops.on_gpu import GPU_TYPES
+from pyrl_ext.ops.tensors import GPU_TYPES
 from tests.helpers.gpu_double import memory
 from tests.helpers.gpu_double.seen import SEEN, Seen
 from tests.helpers.gpu_double.streams import AT_ONCE, EARLY, LATE, ORDER, DeviceModule, drain_all

@@ -15,10 +15,6 @@ def refuse(
     return refuse_package("mamba_ssm", "x", x)
 
 
-def refuse_grad(grad: Tensor, *arguments: Tensor) -> str | None:
-    return refuse(*arguments)
-
-
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
