@@ -90,6 +90,14 @@ class BusyEngine(Engine):
         self.begun = {}
         return True
 
+    def checksums(self, names: Any) -> dict[str, int]:
+        return {}
+
+    def sleep(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
 
 def of_versions(sample: Sample, first: int, last: int) -> Sample:
     """``sample``, one token of which is of version ``first``, the others of ``last``."""

@@ -50,6 +50,15 @@ class ScriptedEngine(Engine):
     ) -> None:
         self.version = version
 
+    def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
+        return {}
+
+    def sleep(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
     def stream(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> Generator[Sample, None, None]:

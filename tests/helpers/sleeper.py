@@ -33,6 +33,8 @@ class Sleeper(Engine):
             continue
         yield from ()
 
+    def close(self) -> None: ...
+
 
 class Echo(Sleeper):
     """Answers a turn with one token, the number of its trajectory."""

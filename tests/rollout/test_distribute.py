@@ -41,6 +41,11 @@ class Seeded(Engine):
     def capabilities(self) -> Capabilities:
         return Capabilities(routes=True)
 
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None: ...
+
+    def checksums(self, names: Any) -> dict[str, int]:
+        return {}
+
     def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
         self.asked = len(prompts)
         self.given = 0
@@ -55,6 +60,11 @@ class Seeded(Engine):
                 yield random_sample(prompt, index, 5 + prompt % 3)
         finally:
             self.open -= 1
+
+    def sleep(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
 
 
 def scored(samples: list[Sample]) -> list[Sample]:
