@@ -52,7 +52,8 @@ RUNS = {
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_latent_keys_kernels_join_and_part_as_a_loop_does(name, shape):
     for dtype in FLOATS:
-        check(*RUNS[name], shape, dtype)
+        run, grad = RUNS[name]
+        check(run, grad, shape, dtype)
 
 
 @needs_gpu
