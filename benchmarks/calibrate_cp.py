@@ -34,7 +34,7 @@ from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.schedule.cp_problem import CostModel, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, ExchangeCost
 from pyrl_ext.schedule.cp_sizes import cp_sizes
 from pyrl_ext.trainer.policy import Policy
 
@@ -134,7 +134,7 @@ def fit(timed: Sequence[Timed]) -> CostModel:
     for size in sorted({t.cp_size for t in timed} - {1}):
         shared = [t for t in timed if t.cp_size == size]
         beyond = _robust(shared, [t.seconds - predicted(own, t) for t in shared], (size - 1) / size)
-        exchanges.append(Exchange(size, *beyond))
+        exchanges.append(ExchangeCost(size, *beyond))
     return CostModel(token, square, launch, tuple(exchanges))
 
 

@@ -14,7 +14,7 @@ from benchmarks.per_sequence import TRAINERS
 from pyrl_ext import ops
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 
@@ -252,7 +252,7 @@ FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "advantages")
 def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     """The whole way from samples on the host to a microbatch on the device of a rank: 64k rows and
     routes of 46 layers, rank 0 of CP2. On cuda whatever waits for it raises."""
-    place = Place(cp_size=CP)
+    place = RankCoords(cp_size=CP)
     lengths = lengths_of(shrink)
     total = sum(lengths)
     layers = range(LAYERS)

@@ -26,7 +26,7 @@ from benchmarks.measure import in_turns
 from benchmarks.tables import markdown
 from pyrl_ext.pack.native_search import search_native
 from pyrl_ext.pack.schedule import plan_dynamic_cp
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, ExchangeCost
 
 Groups = Sequence[tuple[int, Sequence[int]]]
 """A microbatch: ranks and samples of each group."""
@@ -86,7 +86,7 @@ def affine(limit: int) -> CostModel:
         token_seconds=LINEAR,
         square_seconds=1,
         launch_seconds=0.1 * LINEAR * limit,
-        exchanges=(Exchange(1 << 20, 0, 0.01 * LINEAR),),
+        exchanges=(ExchangeCost(1 << 20, 0, 0.01 * LINEAR),),
     )
 
 

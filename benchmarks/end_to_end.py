@@ -10,13 +10,13 @@ import torch
 
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Delivery
-from pyrl_ext.pack.exchange import Exchange, columns_of
+from pyrl_ext.pack.exchange import RowExchange, columns_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 
 
 def batch_of(seqlens: Sequence[int], kind: type[Any] = Batch, **fields: Any) -> Any:
@@ -79,7 +79,7 @@ def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
 
 
 def shard_at(
-    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, tile_rows: int = 1
+    batch: Batch, ids: Sequence[int], place: RankCoords, depths: int = 0, tile_rows: int = 1
 ) -> BatchShard:
     """Samples ``ids`` as one microbatch, as the rank at ``place`` holds it."""
     group = Group(0, place.cp_size, tuple(ids))
@@ -91,7 +91,7 @@ def shard_at(
     wide = batch.routes is not None and batch.routes.dtype == torch.uint16
     experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
     aged = batch.versions is not None
-    exchange = Exchange(index, schedule, [role], experts, aged=aged)
+    exchange = RowExchange(index, schedule, [role], experts, aged=aged)
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
     delivery.take(0, columns_of(batch, depths))
@@ -102,7 +102,7 @@ def shard_at(
 
 
 def microbatch(
-    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, tile_rows: int = 1
+    batch: Batch, ids: Sequence[int], place: RankCoords, depths: int = 0, tile_rows: int = 1
 ) -> Microbatch:
     """Samples ``ids`` as the rank at ``place`` computes them."""
     return Microbatch.of(shard_at(batch, ids, place, depths, tile_rows), 0, place, depths)

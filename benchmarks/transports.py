@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import in_turns
-from pyrl_ext.rollout.process.sender import Incoming, Kind, Sender
+from pyrl_ext.rollout.process.sender import IncomingWeights, Kind, Sender
 
 BAR = 2.0  # copies
 
@@ -46,7 +46,7 @@ def read(given: Any, done: Any) -> None:
         done.send(len(held))
 
 
-def take(held: dict[str, Tensor], named: Incoming | list[tuple[str, Tensor]]) -> None:
+def take(held: dict[str, Tensor], named: IncomingWeights | list[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 

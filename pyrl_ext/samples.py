@@ -20,7 +20,7 @@ FINISH_REASONS = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn.
+    """Sampling parameters of responses.
 
     One random stream exists per (seed, prompt id, sample index, token position), so a sample does
     not depend on which other prompts it was generated with.

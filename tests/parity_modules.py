@@ -37,9 +37,9 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.plan.schema.layout import TrainedModule as ModuleKeys
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.module_pipe import build_edges
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
@@ -355,7 +355,7 @@ def build(plan: Plan, topo: Topology, layout: Layout) -> Policy:
         return Policy.build(plan, topo)
     modules = {}
     if topo.module == "llm":
-        modules = {"llm": Module.build("llm", plan, topo)}
+        modules = {"llm": TrainedModule.build("llm", plan, topo)}
     for name in layout.encoders:
         trained = name not in layout.frozen
         if place := topo.of(name):

@@ -1,4 +1,4 @@
-"""How full an encoder and a language model on different ranks keep their pipeline: stages that
+"""Utilization of the pipeline of an encoder and a language model on different ranks: stages that
 sleep instead of computing, so that a busy machine shows the schedule and not itself.
 
     python -m tests.pipeline_fill

@@ -54,7 +54,7 @@ def shown(text: str) -> list[str]:
 
 
 def is_left_out(line: str) -> bool:
-    """Whether the comment of a command says that CI need not run it."""
+    """True if the comment of a command says that CI need not run it."""
     return any(mark in line for mark in MARKS)
 
 

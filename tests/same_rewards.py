@@ -1,4 +1,4 @@
-"""Whether two runs earned the same: `python -m tests.same_rewards RUN RUN [--steps N]`.
+"""Compare the rewards of two runs: `python -m tests.same_rewards RUN RUN [--steps N]`.
 
 Samples are drawn with log-probs that differ in rounding, so after many steps one draw turns out
 otherwise, and the runs part. The first N steps may not.

@@ -16,7 +16,7 @@ from benchmarks.configs import TINY
 from benchmarks.dynamic_cp import quality
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.cp_groups import costs_of
-from pyrl_ext.schedule.cp_problem import CostModel, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, ExchangeCost
 
 
 def test_quality_of_plans_made_by_hand():
@@ -30,7 +30,9 @@ def test_quality_of_plans_made_by_hand():
     assert idle == (pytest.approx(slowest / (sum(costs) / 2)), 1.5, 1.5)
 
 
-COST = CostModel(2e-5, 3e-9, 4e-3, (Exchange(2, 1e-3, 5e-7, 4e-10), Exchange(4, 2e-3, 8e-7, 1e-10)))
+COST = CostModel(
+    2e-5, 3e-9, 4e-3, (ExchangeCost(2, 1e-3, 5e-7, 4e-10), ExchangeCost(4, 2e-3, 8e-7, 1e-10))
+)
 EXACT = [
     each._replace(seconds=predicted(COST, each))
     for each in (Timed(size, shape, 0.0) for size in (1, 2, 4) for shape in SHAPES)

@@ -130,10 +130,12 @@ def attention(at: Size) -> Iterator[Work]:
 
 def attention_of(layout: TokenLayout, device: torch.device) -> Callable[..., Tensor]:
     """The core attention of a packed microbatch, as a layer without process groups runs it."""
-    from pyrl_ext.parallel.topology import Place
+    from pyrl_ext.parallel.topology import RankCoords
 
     packed = PackedSequences(
-        layout=layout, place=Place(), positions=torch.zeros(0, dtype=torch.int64, device=device)
+        layout=layout,
+        place=RankCoords(),
+        positions=torch.zeros(0, dtype=torch.int64, device=device),
     )
     chunks = packed.over_ranks
     core = PackedAttention.__new__(PackedAttention)

@@ -39,12 +39,12 @@ class _ImagePart(TypedDict):
     image: Any
 
 
-class _Message(TypedDict):
+class _ChatMessage(TypedDict):
     role: _NonEmpty
     content: _NonEmpty | Annotated[list[_TextPart | _ImagePart], Field(min_length=1)]
 
 
-_MESSAGES = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
+_MESSAGES = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
 
 def check_messages(messages: Any, tokenizer: Tokenizer) -> None:

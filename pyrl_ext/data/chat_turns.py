@@ -27,7 +27,7 @@ _MARK = "x"  # the assistant's answer in conversations that are rendered to see 
 
 
 class ChatTurns:
-    """A chat template, taken apart at the assistant's turns.
+    """A chat template, split at the assistant's turns.
 
     Args:
         tokenizer: with a chat template

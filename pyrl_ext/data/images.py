@@ -33,7 +33,7 @@ SIZES = {"WEBP": (4, 8), "BMP": (2, 0)}  # of a whole file: place in the header,
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class UndecodedImage:
     """An image of a prompt that is not decoded yet.
 
     Args:
@@ -110,7 +110,7 @@ class ImageReader:
         std = torch.tensor(processor.image_std, dtype=torch.float64).repeat_interleave(repeats)
         return Scale((processor.rescale_factor / std).float(), (-mean / std).float())
 
-    def placed(self, image_part: Any, row: int) -> Placed:
+    def placed(self, image_part: Any, row: int) -> UndecodedImage:
         """An image whose first token is ``row``, as `images_of` finds it. Raises: Broken."""
         source = self._source(image_part)
         with _opened(source) as image:
@@ -121,7 +121,7 @@ class ImageReader:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:  # sides too unlike
             raise Broken(f"{width} x {height} pixels: {error}", "a size that it takes") from None
-        return Placed(self, source, row, self.rows(patches))
+        return UndecodedImage(self, source, row, self.rows(patches))
 
     def rows(self, patches: int) -> int:
         """Rows of the language model that so many patches become."""
@@ -154,7 +154,7 @@ class ImageReader:
 
 def place(
     reader: ImageReader | None, tokens: list[int], images: Sequence[Any]
-) -> tuple[list[int], list[Placed]]:
+) -> tuple[list[int], list[UndecodedImage]]:
     """The tokens with a placeholder for each row of each image, and the images.
 
     Args:
@@ -174,7 +174,7 @@ def place(
             "one for each; no text may hold the placeholder",
         )
     expanded: list[int] = []
-    placed: list[Placed] = []
+    placed: list[UndecodedImage] = []
     for token in tokens:
         if token != reader.token:
             expanded.append(token)

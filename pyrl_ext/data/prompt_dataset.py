@@ -15,7 +15,7 @@ from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, WorkerReward, load_reward, score
-from pyrl_ext.data.sft import Encoder, SftSource
+from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
 from pyrl_ext.data.workers import Pool
@@ -28,7 +28,7 @@ _MAX_WORKERS = 8  # of environments, on a rank
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptDataset:
     """Prompts of the run, and how their responses are scored.
 
     Args:
@@ -74,7 +74,7 @@ def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
 
 
 def image_scale(plan: Plan) -> Scale:
-    """How the model's image processor scales patches.
+    """Scaling of patches by the model's image processor.
 
     Raises:
         DataError: the folder of the tokenizer holds no processor.
@@ -99,12 +99,12 @@ def build_records(plan: Plan) -> SftSource:
     tokenizer = None if plan.tokenizer_path is None else load_tokenizer(plan.tokenizer_path)
     data = plan.data
     reader = image_reader(plan, plan.records_path)
-    encode = Encoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate, reader)
+    encode = SftEncoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate, reader)
     records = open_records(plan.records_path)
     return SftSource(records, encode, data.held_out, plan.seed, data.shuffle)
 
 
-def build_source(plan: Plan) -> Source:
+def build_source(plan: Plan) -> PromptDataset:
     """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
 
     Raises:
@@ -118,7 +118,7 @@ def build_source(plan: Plan) -> Source:
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
     if plan.data.task is not None:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
-        return Source(task, task.reward, tokenizer, stop_ids)
+        return PromptDataset(task, task.reward, tokenizer, stop_ids)
     assert plan.prompts_path is not None  # a rule says so
     environments = None
     reward: Reward | WorkerReward = no_reward
@@ -147,7 +147,7 @@ def build_source(plan: Plan) -> Source:
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(source, reward, tokenizer, stop_ids, environments)
+    return PromptDataset(source, reward, tokenizer, stop_ids, environments)
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:

@@ -14,14 +14,14 @@ import torch
 
 from pyrl_ext.data.chat import check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, DataError, Records, cut, refuse
-from pyrl_ext.data.images import ImageReader, Placed, images_of, place
+from pyrl_ext.data.images import ImageReader, UndecodedImage, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.samples import Image, Sample
 
 
 @dataclass(frozen=True)
-class Encoder:
+class SftEncoder:
     """Turns a record into a sample.
 
     A record holds `messages`, a list of {"role": ..., "content": ...} of which the assistant's
@@ -72,7 +72,9 @@ class Encoder:
         images = tuple(image.load() for image in placed) if decode else ()
         return _sample(tokens[: self.max_tokens], kept, length > self.max_tokens, images)
 
-    def _of_messages(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, list[Placed]]:
+    def _of_messages(
+        self, record: dict[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, list[UndecodedImage]]:
         if self.tokenizer is None:
             raise Broken("messages, with model.tokenizer null", "a tokenizer, or `tokens`")
         messages = record["messages"]
@@ -96,7 +98,9 @@ class Encoder:
             raise Broken(f"image {late[0]} after the first answer begins", "images before it")
         return np.array(rows, dtype=np.int64), mask, placed
 
-    def _of_tokens(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, list[Placed]]:
+    def _of_tokens(
+        self, record: dict[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, list[UndecodedImage]]:
         if "loss_mask" not in record:
             raise Broken("tokens without loss_mask", "a loss_mask of 1 for tokens to train on")
         tokens = _whole_numbers(record, "tokens", self.vocab_size)
@@ -181,7 +185,7 @@ class SftSource:
     def __init__(
         self,
         records: Records,
-        encode: Encoder,
+        encode: SftEncoder,
         held_out: int = 0,
         seed: int = 0,
         shuffle: bool = True,

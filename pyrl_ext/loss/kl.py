@@ -1,4 +1,4 @@
-"""The KL from the policy to a reference: a value to show, and apart from it a gradient."""
+"""The KL from the policy to a reference: a value to show, and a separate gradient."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from pyrl_ext.megatron.grouped_experts import GroupedExperts, grouped_linear
 
 
-class Adapter(nn.Module):
+class LoraAdapter(nn.Module):
     """``scale B (A x)`` of one weight, or of the stacked weights of experts.
 
     A weight may be several HF linears on top of each other. Their A are stacked, and each row of
@@ -119,7 +119,7 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
 # where adapters go -------------------------------------------------------------------------------
 
 
-def adapt(owner: Any, attribute: str, adapter: Adapter, shard: str, group: Any) -> None:
+def adapt(owner: Any, attribute: str, adapter: LoraAdapter, shard: str, group: Any) -> None:
     """Let ``owner`` add what ``adapter`` makes to the product of its weight ``attribute``.
 
     Args:
@@ -144,14 +144,14 @@ def adapt(owner: Any, attribute: str, adapter: Adapter, shard: str, group: Any) 
     owner.register_forward_hook(partial(_after_linear, adapter, between))
 
 
-def _gate(gating: Callable[[Tensor], Tensor], adapter: Adapter, rows: Tensor) -> Tensor:
+def _gate(gating: Callable[[Tensor], Tensor], adapter: LoraAdapter, rows: Tensor) -> Tensor:
     """A router's logits, in the type that it computes them in."""
     logits = gating(rows)
     return adapter.add_to(logits, rows.to(logits.dtype))
 
 
 def _after_linear(
-    adapter: Adapter, between: Any, _linear: nn.Module, args: tuple, output: tuple
+    adapter: LoraAdapter, between: Any, _linear: nn.Module, args: tuple, output: tuple
 ) -> tuple:
     return adapter.add_to(output[0], args[0], between), output[1]
 

@@ -19,7 +19,7 @@ from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
 from pyrl_ext.ops.tensors import on_gpu, to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     layout: TokenLayout
-    place: Place
+    place: RankCoords
     positions: Tensor
     mtp_tokens: tuple[Tensor, ...] = ()
     causal: bool = True
@@ -110,26 +110,26 @@ class PackedSequences(PackedSeqParams):
         return RowMap(order, len(order), self.positions.device)
 
     @cached_property
-    def over_ranks(self) -> Chunks:
+    def over_ranks(self) -> CausalChunks:
         """For keys gathered over the context-parallel group: rank after rank."""
-        return Chunks(self, self.layout.global_order())
+        return CausalChunks(self, self.layout.global_order())
 
     @cached_property
-    def over_shards(self) -> Chunks:
+    def over_shards(self) -> CausalChunks:
         """For keys gathered over the context-parallel group and then over the ranks that share a
         sequence: shard after shard, in each of them rank after rank."""
         layout = self.layout
         place = self.place
         of_rank = torch.arange(place.cp_size * layout.num_local).chunk(place.cp_size)
         shards = [layout.shard(rows, t) for t in range(place.tp_size) for rows in of_rank]
-        return Chunks(self, torch.cat(shards).argsort()[layout.global_order()])
+        return CausalChunks(self, torch.cat(shards).argsort()[layout.global_order()])
 
 
 def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-class Chunks:
+class CausalChunks:
     """The causal chunks of this rank and the rows of the keys that each one sees.
 
     Args:
@@ -243,7 +243,8 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
-        chunks: Chunks | None = None,  # given: keys and values are gathered already, in its order
+        chunks: CausalChunks
+        | None = None,  # given: keys and values are gathered already, in its order
     ) -> Tensor:
         assert packed_seq_params is not None
         group = packed_seq_params.place.cp_group
@@ -254,7 +255,7 @@ class PackedAttention(MegatronModule):
             return self._varlen(query, key, value, chunks)
         return self._by_shape(query, key, value, chunks)
 
-    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
+    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, chunks: CausalChunks) -> Tensor:
         if not chunks.segments:
             return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         order = chunks.by_shape
@@ -277,7 +278,7 @@ class PackedAttention(MegatronModule):
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return order.back.take(torch.cat(parts)) if len(chunks.segments) > 1 else parts[0]
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, chunks: CausalChunks) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if not chunks.segments:

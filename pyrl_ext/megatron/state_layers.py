@@ -23,7 +23,7 @@ from torch import Tensor
 from pyrl_ext.megatron.local_layers import RMSNorm
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, gated_delta_rule, ssd_scan
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 # under the square root of a query's or key's length
@@ -68,7 +68,7 @@ def _mixer(sizes: ModelSizes) -> ModuleSpec:
 # rows of all heads <-> all rows of some heads ----------------------------------------------------
 
 
-def of_rank(weights: Tensor, sections: Sequence[int], place: Place) -> Tensor:
+def of_rank(weights: Tensor, sections: Sequence[int], place: RankCoords) -> Tensor:
     """The part of each section for the heads of a context-parallel rank."""
     parts = [part.chunk(place.cp_size)[place.cp_rank] for part in weights.split([*sections])]
     return torch.cat(parts)
@@ -264,14 +264,14 @@ class PackedMamba(mamba_mixer.MambaMixer):
         """Widths of B and C."""
         return [self.ngroups_local_tp * self.d_state] * 2
 
-    def _copies(self, shared: Tensor, place: Place) -> Tensor:
+    def _copies(self, shared: Tensor, place: RankCoords) -> Tensor:
         """[..., groups * state], B or C, with each group as often as ranks have heads of it."""
         if (copies := place.cp_size // self.ngroups_local_tp) < 2:
             return shared
         groups = shared.unflatten(-1, (self.ngroups_local_tp, -1))
         return groups.repeat_interleave(copies, -2).flatten(-2)
 
-    def _channels(self, weights: Tensor, place: Place) -> Tensor:
+    def _channels(self, weights: Tensor, place: RankCoords) -> Tensor:
         """The part of the convolution's weights or biases for a context-parallel rank's heads."""
         x, *shared = weights.split([self.d_inner_local_tp, *self._shared])
         shared = [self._copies(part.movedim(0, -1), place).movedim(-1, 0) for part in shared]

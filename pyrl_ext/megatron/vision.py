@@ -33,7 +33,7 @@ from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.layout import TokenLayout
-from pyrl_ext.parallel.topology import Place, Topology
+from pyrl_ext.parallel.topology import RankCoords, Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.towers import Tower, TowerKind
@@ -275,7 +275,7 @@ class PackedImages(PackedSequences):
             max_seqlen_q=layout.max_padded_seqlen,
             max_seqlen_kv=layout.max_padded_seqlen,
             layout=layout,
-            place=Place(),
+            place=RankCoords(),
             positions=at,
             causal=False,
             cos=angles.cos(),

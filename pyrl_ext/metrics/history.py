@@ -12,7 +12,7 @@ from pyrl_ext.metrics.sinks import read_rows
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """The rows of a run folder's metrics.jsonl.
 
     Args:
@@ -35,12 +35,12 @@ class Run:
         return float(values.sum(where=np.isfinite(values)))
 
 
-def aim(run: Run) -> str:
+def aim(run: RunHistory) -> str:
     """The metric that a run improves: the reward, or the loss where there are no rewards."""
     return "reward" if any("reward" in row for row in run.rows) else "loss"
 
 
-def load_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path) -> RunHistory:
     """The run in ``folder``, with today's names of metrics.
 
     Raises:
@@ -54,4 +54,4 @@ def load_run(folder: str | Path) -> Run:
     if not rows:
         raise ValueError(f"load_run: {path} has 0 steps, expected at least 1")
     rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in rows]
-    return Run(Path(folder).resolve().name, rows)
+    return RunHistory(Path(folder).resolve().name, rows)

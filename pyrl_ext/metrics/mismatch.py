@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs are from the rollout engine's for the same tokens."""
+"""Difference between the trainer's and the rollout engine's log-probs of the same tokens."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyrl_ext.metrics.history import Run, aim
+from pyrl_ext.metrics.history import RunHistory, aim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def plot(runs: Sequence[Run], path: str | Path) -> None:
+def plot(runs: Sequence[RunHistory], path: str | Path) -> None:
     """Draw the runs into one PNG of 1280 x 960 pixels.
 
     Args:
@@ -72,7 +72,9 @@ def plot(runs: Sequence[Run], path: str | Path) -> None:
         figure.savefig(path)
 
 
-def _draw_curve(axes: Axes, runs: Sequence[Run], name: str, unit: str, held_out: str) -> None:
+def _draw_curve(
+    axes: Axes, runs: Sequence[RunHistory], name: str, unit: str, held_out: str
+) -> None:
     """The metric ``name`` in training, and of what is held out."""
     window = 1
     for run, colour in _coloured(runs):
@@ -90,14 +92,14 @@ def _draw_curve(axes: Axes, runs: Sequence[Run], name: str, unit: str, held_out:
     _head(axes, name.capitalize(), runs, keys)
 
 
-def _draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_norm(axes: Axes, runs: Sequence[RunHistory]) -> None:
     for run, colour in _coloured(runs):
         axes.plot(*run.series("grad_norm"), color=colour)
     axes.set_ylabel("L2 norm, before clipping")
     _head(axes, "Gradient norm", runs, [("training", {})])
 
 
-def _draw_mismatch(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_mismatch(axes: Axes, runs: Sequence[RunHistory]) -> None:
     solid = {"linestyle": "-"}
     dashed = {"linestyle": "--"}
     keys: list[Any] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
@@ -128,7 +130,7 @@ def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
     axes.plot(steps, heights, color=colour, linestyle="", marker="x", transform=transform)
 
 
-def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dict]]) -> None:
+def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[tuple[str, dict]]) -> None:
     """The title, and below it a legend of line styles and, for several runs, of colours."""
     from matplotlib.lines import Line2D
 
@@ -157,7 +159,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.convolve(values, ones, "same") / counts
 
 
-def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+def _coloured(runs: Sequence[RunHistory]) -> list[tuple[RunHistory, str]]:
     return [(run, COLOURS[place % len(COLOURS)]) for place, run in enumerate(runs)]
 
 

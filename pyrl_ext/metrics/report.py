@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
-from pyrl_ext.metrics.history import Run, aim
+from pyrl_ext.metrics.history import RunHistory, aim
 from pyrl_ext.metrics.plot import plot
 
 PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
@@ -41,7 +41,7 @@ WORST_LAYER = "route/agree_topk, worst layer"
 WORST_STEP = "mismatch/abs_mean, worst step"
 
 
-def summary(run: Run) -> dict[str, float]:
+def summary(run: RunHistory) -> dict[str, float]:
     """The figures of the report: name -> value, in the order shown.
 
     ``reward first`` and ``last`` are single steps, ``best`` the highest step; of a run without
@@ -72,7 +72,7 @@ def summary(run: Run) -> dict[str, float]:
     return figures
 
 
-def phase_seconds(run: Run) -> dict[str, float]:
+def phase_seconds(run: RunHistory) -> dict[str, float]:
     """Seconds of each phase over the whole run.
 
     ``other`` is the rest of time/step. Checkpoints are not part of time/step. A number that is not
@@ -85,7 +85,7 @@ def phase_seconds(run: Run) -> dict[str, float]:
     return seconds | {"other": max(0.0, steps - inside)}
 
 
-def summary_table(runs: Sequence[Run]) -> Table:
+def summary_table(runs: Sequence[RunHistory]) -> Table:
     """One row a figure, one column a run, and a ratio column for every run after the first."""
     table = _table("Run" if len(runs) == 1 else "Runs", ["figure"], runs)
     all_figures = [summary(run) for run in runs]
@@ -95,7 +95,7 @@ def summary_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def time_table(runs: Sequence[Run]) -> Table:
+def time_table(runs: Sequence[RunHistory]) -> Table:
     """Seconds by phase with the share of the run, and whose time it is."""
     table = _table("Time by phase", ["phase", "whose"], runs)
     times = [phase_seconds(run) for run in runs]
@@ -121,7 +121,7 @@ def time_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def _table(title: str, headings: list[str], runs: Sequence[Run]) -> Table:
+def _table(title: str, headings: list[str], runs: Sequence[RunHistory]) -> Table:
     table = Table(*headings, title=title, title_justify="left", title_style="bold")
     for place, run in enumerate(runs):
         table.add_column(Text(run.name), justify="right")  # brackets are no markup
@@ -157,7 +157,9 @@ def _ratio(value: float | None, base: float | None) -> str:
     return f"{value / base:.3g}x"
 
 
-def print_report(runs: Sequence[Run], png: str | Path, console: Console | None = None) -> None:
+def print_report(
+    runs: Sequence[RunHistory], png: str | Path, console: Console | None = None
+) -> None:
     """The tables and the picture of one or more runs."""
     console = console or Console()
     console.print(summary_table(runs))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyrl_ext.megatron.lora import Adapter, LiveFactor, adapt, start_gradients
+from pyrl_ext.megatron.lora import LiveFactor, LoraAdapter, adapt, start_gradients
 from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
 from pyrl_ext.models.shards import shard_of
 from pyrl_ext.models.weight_table import by_expert, named_global, tensor_split
@@ -34,7 +34,7 @@ class Adapters:
         self.table = adapter_table(table, lora)
         self.lora = lora
         self.topo = topo
-        self._adapters: list[Adapter] = []
+        self._adapters: list[LoraAdapter] = []
         self._factors: list[tuple[LiveFactor, list[str]]] = []  # names of the stacked ones
         self._place_of: dict[str, _Place] = {}  # by the name of a weight
 
@@ -83,7 +83,7 @@ class Adapters:
         factors = {letter: self._factor_rows(letter, row, rows) for letter in "AB"}
         a, b = (_local_shape(factor, size) for factor in factors.values())
         scale = self.lora.scale_of(stacked)
-        adapter = Adapter(weight, a, b, self._linear_of(row, weight.shape[-2]), scale)
+        adapter = LoraAdapter(weight, a, b, self._linear_of(row, weight.shape[-2]), scale)
         for letter, factor_rows in factors.items():
             value = getattr(adapter, f"lora_{letter}")
             shard = factor_rows[0].shard
@@ -170,7 +170,7 @@ class _Place(NamedTuple):
     """The adapter of a weight; ``expert``: its place among this rank's stacked experts."""
 
     row: Weight
-    adapter: Adapter
+    adapter: LoraAdapter
     expert: int | None
 
 

@@ -1,4 +1,4 @@
-"""How an operator is declared: one schema, one fake, one gradient, any number of backends.
+"""Declaration of an operator: one schema, one fake, one gradient, any number of backends.
 
 An operator is local and pure: it touches no process group and mutates no argument. Collectives
 live one layer up, in the functions that call operators.

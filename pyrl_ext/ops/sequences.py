@@ -61,7 +61,7 @@ SHORT = 16
 LONG = 32
 
 
-class Chunks(NamedTuple):
+class SequenceChunks(NamedTuple):
     """M chunks of ``size`` rows each; every sequence begins one, and its last one may be short.
 
     Args:
@@ -92,7 +92,7 @@ class Chunks(NamedTuple):
         return x.flatten(0, 1)[self.places].to(dtype)
 
 
-def chunks_of(cu_seqlens: Tensor, rows: int) -> Chunks:
+def chunks_of(cu_seqlens: Tensor, rows: int) -> SequenceChunks:
     """The chunks of a stream of ``rows`` rows: as many as its sequences may need at most."""
     starts = cu_seqlens.long()
     # what is computed of a chunk grows with its square, and a sequence may leave most of one empty
@@ -116,7 +116,7 @@ def chunks_of(cu_seqlens: Tensor, rows: int) -> Chunks:
         later = [(number == n).nonzero()[:, 0] for n in range(1, int(turns))]
     else:  # reading numbers would wait for the device
         later = chunk[1:].split(1)
-    return Chunks(torch.where(filled, row, 0), filled, first, at, tuple(later))
+    return SequenceChunks(torch.where(filled, row, 0), filled, first, at, tuple(later))
 
 
 class Decays(NamedTuple):
@@ -137,7 +137,7 @@ class Decays(NamedTuple):
 
 def decays_of(logs: Tensor) -> Decays:
     """The decays of log decays [..., size]. Each sum adds its terms only: a difference of running
-    sums would lose the small ones beside large ones."""
+    sums would lose the small ones next to large ones."""
     size = logs.shape[-1]
     sums = logs[..., None].expand(*logs.shape, size + 1).tril().cumsum(-2)  # column 0: all terms
     start, inside = sums.exp().tril(1).split([1, size], -1)
@@ -155,7 +155,7 @@ def logs_grad(terms: Decays) -> Tensor:
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def states_before(kept: Tensor, added: Tensor, chunks: Chunks, product: Product) -> Tensor:
+def states_before(kept: Tensor, added: Tensor, chunks: SequenceChunks, product: Product) -> Tensor:
     """The state before each chunk, where ``state = product(kept[m], state) + added[m]``."""
     states = torch.zeros_like(added)
     for turn in chunks.later:
@@ -165,7 +165,7 @@ def states_before(kept: Tensor, added: Tensor, chunks: Chunks, product: Product)
     return states
 
 
-def grads_after(kept: Tensor, added: Tensor, chunks: Chunks, product: Product) -> Tensor:
+def grads_after(kept: Tensor, added: Tensor, chunks: SequenceChunks, product: Product) -> Tensor:
     """The gradient of the state after each chunk; that before it is ``product(kept[m], grad) +
     added[m]``."""
     grads = torch.zeros_like(added)

@@ -71,7 +71,7 @@ def block_of(streams: Iterable[tuple[int, Mapping[str, Field]]]) -> Bucket:
     )
 
 
-class Incoming(NamedTuple):
+class IncomingRows(NamedTuple):
     """A receive in progress: the rows of one part from one owner on another host."""
 
     owner: int
@@ -121,7 +121,7 @@ class Delivery:
         }
         self._places = {name: need.by_part_and_owner() for name, need in needs.items()}
         self._parts = max(len(need.cuts) for need in needs.values()) - 1
-        self._incoming: list[list[Incoming]] = [[] for _ in range(self._parts)]  # by part
+        self._incoming: list[list[IncomingRows]] = [[] for _ in range(self._parts)]  # by part
         self._outgoing: list[Outgoing] = []
         self._arrived = 0
         # of each part: kept sets, and the places of their rows
@@ -221,13 +221,13 @@ class Delivery:
             for receiver, needs in needs_by_rank.items():
                 self._send(part, receiver, needs, owned)
 
-    def _receive(self, part: int, owner: int) -> Incoming:
+    def _receive(self, part: int, owner: int) -> IncomingRows:
         sizes = {name: len(places.get((part, owner), ())) for name, places in self._places.items()}
         for name, need in self.needs.items():
             need.add_bytes(sizes[name], self.stats.network)
         layout, memory = _message(self.needs, sizes)
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
-            return Incoming(owner, layout, memory, dist.irecv(memory, owner, tag=part))
+            return IncomingRows(owner, layout, memory, dist.irecv(memory, owner, tag=part))
 
     def _send(self, part: int, receiver: int, needs: Needs, owned: Columns) -> None:
         rows = {
@@ -275,7 +275,7 @@ class Delivery:
                         message.work.wait()
             self._outgoing = []
 
-    def _arrive(self, part: int, message: Incoming) -> None:
+    def _arrive(self, part: int, message: IncomingRows) -> None:
         owner = message.owner
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
             message.work.wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.needs import Field, Items, Need
+from pyrl_ext.pack.needs import Field, Items, NeededRows
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
@@ -206,7 +206,7 @@ class PatchStream:
         """The one column."""
         return {"patches": Field("images", torch.uint8, (self.width,))}
 
-    def need(self, replica: int, parts: np.ndarray, owner: int | None = None) -> Need:
+    def need(self, replica: int, parts: np.ndarray, owner: int | None = None) -> NeededRows:
         """The patches that ``replica`` encodes, microbatch after microbatch.
 
         Args:
@@ -218,7 +218,7 @@ class PatchStream:
             ids = [images[self.owners[images] == owner] for images in ids]
         sizes, starts = self.items.lengths
         rows = _runs(starts[np.concatenate(ids)], sizes[np.concatenate(ids)])
-        return Need(self.items, rows, self._firsts(ids)[parts], self.fields)
+        return NeededRows(self.items, rows, self._firsts(ids)[parts], self.fields)
 
     def images(self, replica: int, columns: Mapping[str, Tensor]) -> ShardImages:
         """The images of a shard; ``columns`` hold the patches of ``replica``."""

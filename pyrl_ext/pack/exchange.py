@@ -20,7 +20,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Delivery, TransferStats, block_of
 from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, Need, Needs
+from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, NeededRows, Needs
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, joined
@@ -61,7 +61,7 @@ def shard_batch(
     schedule = joined(schedules)
     hosts = topo.hosts
     images = PatchStream.of(plan, index, schedule)
-    exchange = Exchange(
+    exchange = RowExchange(
         index,
         schedule,
         roles_of(plan, index),
@@ -166,7 +166,7 @@ def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
     return columns
 
 
-class Exchange:
+class RowExchange:
     """Who owns and who needs which rows of a step; the same on every rank.
 
     Args:
@@ -227,11 +227,11 @@ class Exchange:
         fields = self.fields(role)
         cuts = rows.first_token[self._first]
         needs = {
-            "tokens": Need(self.items, rows.tokens, cuts, fields["tokens"], self.kept(role)),
+            "tokens": NeededRows(self.items, rows.tokens, cuts, fields["tokens"], self.kept(role)),
         }
         if fields["routers"]:
             cuts = rows.first_router[self._first]
-            needs["routers"] = Need(self.items, rows.routers, cuts, fields["routers"])
+            needs["routers"] = NeededRows(self.items, rows.routers, cuts, fields["routers"])
         if self.images and role.replica >= 0:
             needs["patches"] = self.images.need(role.replica, self._first, owner)
         return rows, needs

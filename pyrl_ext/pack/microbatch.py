@@ -20,7 +20,7 @@ from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
 
 _SCORES = (
@@ -75,7 +75,7 @@ class Microbatch:
             vocabulary; None: from all of it.
     """
 
-    place: Place
+    place: RankCoords
     layout: TokenLayout
     rows: Tensor
     at: Tensor
@@ -93,7 +93,7 @@ class Microbatch:
         cls,
         shard: BatchShard,
         number: int,
-        place: Place,
+        place: RankCoords,
         depths: int = 0,
         upload: Upload | None = None,
         axes: bool = False,
@@ -185,7 +185,7 @@ def _sequences(shard: BatchShard, part: slice, samples: Sequence[int]) -> Tensor
     return torch.from_numpy(np.searchsorted(np.asarray(samples, np.int64), of_rows)).int()
 
 
-def _loss_inputs(columns: Mapping[str, Tensor], place: Place, samples: int) -> LossInputs:
+def _loss_inputs(columns: Mapping[str, Tensor], place: RankCoords, samples: int) -> LossInputs:
     rollout = columns["rollout_logprobs"]
     shares = columns.get("shares")
     sequences = None

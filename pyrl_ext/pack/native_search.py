@@ -10,16 +10,16 @@ from itertools import islice
 
 from pyrl_ext.ops._native import C
 from pyrl_ext.schedule import dynamic_cp, few_samples
-from pyrl_ext.schedule.cp_problem import Problem
+from pyrl_ext.schedule.cp_problem import CpInstance
 from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
 
 
-def search(problem: Problem) -> Schedule:
+def search(problem: CpInstance) -> Schedule:
     """The plan of `dynamic_cp.search`."""
     return dynamic_cp.search(problem) if C is None else search_native(problem)
 
 
-def search_native(problem: Problem) -> Schedule:
+def search_native(problem: CpInstance) -> Schedule:
     """The plan of `dynamic_cp.search`, from the extension."""
     samples = len(problem.lengths)
     plan = C.plan_dynamic_cp_cpu(

@@ -75,7 +75,7 @@ class Items:
         return torch.from_numpy(rows - self.lengths.starts[items] + self._starts_at_owner[items])
 
 
-class Need(NamedTuple):
+class NeededRows(NamedTuple):
     """The rows of one ragged stream that a rank needs.
 
     Args:
@@ -137,8 +137,10 @@ class Need(NamedTuple):
             received[column.kind] += num_rows * column.row_bytes
 
 
-Needs = Mapping[str, Need]  # by the name of the stream
-KEPT_COUNTS = {"kept_counts": Field("kept", torch.int32)}  # of a row, in addition to `Need.fields`
+Needs = Mapping[str, NeededRows]  # by the name of the stream
+KEPT_COUNTS = {
+    "kept_counts": Field("kept", torch.int32)
+}  # of a row, in addition to `NeededRows.fields`
 KEPT_IDS = {"kept_ids": Field("kept", torch.int32)}
 
 

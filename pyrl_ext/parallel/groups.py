@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.ops.tensors import on_gpu
-from pyrl_ext.plan.groups import WORLD, Group
+from pyrl_ext.plan.groups import WORLD, RankGroup
 from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
 
 # megatron-core 0.19.2 has other names for these: it divides data-parallel ranks further for ways of
@@ -57,9 +57,9 @@ class GroupMaker:
         self.number = number
         self.timeout = timeout
         self._made: dict[str, Any] = {}
-        self._listed: dict[str, Group] = {}
+        self._listed: dict[str, RankGroup] = {}
 
-    def make_listed(self, groups: Sequence[Group]) -> None:
+    def make_listed(self, groups: Sequence[RankGroup]) -> None:
         """Make the groups that the plan has for this rank (`groups_of`), in their order.
 
         Communicates: with the other members of each group.

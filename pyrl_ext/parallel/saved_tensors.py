@@ -33,7 +33,7 @@ class Block(NamedTuple):
     view: Tensor
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """The place of the elements of a saved part of a tensor."""
 
     place: int  # [bytes] of the first element, from the beginning of the part's archive
@@ -53,7 +53,7 @@ class SavedTensors:
     def __init__(self, folder: Path):
         self.folder = folder
         self._tensors: Any = FileSystemReader(folder).read_metadata()
-        self._heads: dict[Any, Head] = {}
+        self._heads: dict[Any, Header] = {}
 
     def read_shard(
         self, shard: Tensor, first: int, shape: torch.Size, blocks: Sequence[Block]
@@ -130,10 +130,10 @@ class SavedTensors:
         _narrow(into, item.dest_offsets, item.lengths).copy_(found)
 
 
-def _head(tensor: Tensor) -> Head:
+def _head(tensor: Tensor) -> Header:
     storage: Any = tensor.untyped_storage()
     place = storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
-    return Head(place, tensor.stride(), tensor.dtype)
+    return Header(place, tensor.stride(), tensor.dtype)
 
 
 def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

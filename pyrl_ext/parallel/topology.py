@@ -31,7 +31,7 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CU
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoords:
     """The place of a rank in one microbatch.
 
     Args:
@@ -111,7 +111,7 @@ class Topology:
         """This rank in the grid of data- and context-parallel ranks, in which schedules count."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
-    def place(self, cp_size: int | None = None) -> Place:
+    def place(self, cp_size: int | None = None) -> RankCoords:
         """This rank's place in a microbatch that ``cp_size`` ranks share; None: as the plan says.
 
         Raises: ValueError for a size without process groups.
@@ -122,7 +122,7 @@ class Topology:
                 f"Topology.place: cp_size is {size}, expected one of {sorted(self.cp_groups)} "
                 "(parallel.cp to parallel.dynamic_cp), the sizes of this rank's process groups"
             )
-        return Place(
+        return RankCoords(
             cp_size=size,
             cp_rank=self.grid_rank % size,
             cp_group=self.cp_groups[size],

@@ -13,7 +13,7 @@ from pyrl_ext.plan.plan import Plan
 
 
 def called(module: str) -> str:
-    """How the command of ``module`` was called: ``pyrl plan``, or ``python -m pyrl_ext.plan``."""
+    """The command line of ``module``: ``pyrl plan``, or ``python -m pyrl_ext.plan``."""
     by_name = Path(sys.argv[0]).name == "pyrl"
     return f"pyrl {module.rpartition('.')[2]}" if by_name else f"python -m {module}"
 

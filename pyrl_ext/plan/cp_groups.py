@@ -7,7 +7,7 @@ from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, ExchangeCost
 
 
 def cp_groups(plan: Plan, cost: CostModel | None = None) -> CpGroups:
@@ -35,7 +35,9 @@ def costs_of(plan: Plan) -> CostModel:
     or else on the plan's GPU as `step_time` prices an update; without a GPU, operations."""
     measured = plan.cp_cost
     if measured.token_seconds is not None:
-        known = tuple(Exchange(*each) for each in measured.exchanges) or (Exchange(1, 0, 0),)
+        known = tuple(ExchangeCost(*each) for each in measured.exchanges) or (
+            ExchangeCost(1, 0, 0),
+        )
         seconds = (measured.token_seconds, measured.square_seconds, measured.launch_seconds)
         return CostModel(*seconds, known)
     gpu = gpu_of(plan)
@@ -56,13 +58,13 @@ def costs_of(plan: Plan) -> CostModel:
 
     row, pair, head, fixed = rates(1)
     alone = row + head * scored
-    exchanges: list[Exchange] = []
+    exchanges: list[ExchangeCost] = []
     ranks = plan.parallel.dp * plan.parallel.cp
     size = 2
     while size <= ranks:
         shared, _, shared_head, _ = rates(size)
         received = shared + shared_head * scored - alone / size
-        exchanges.append(Exchange(size, 0.0, max(0.0, received) * size / (size - 1)))
+        exchanges.append(ExchangeCost(size, 0.0, max(0.0, received) * size / (size - 1)))
         size *= 2
     if exchanges:
         exchanges.append(exchanges[-1]._replace(up_to=ranks))

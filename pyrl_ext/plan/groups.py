@@ -44,7 +44,7 @@ class Role(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A process group of some ranks for one or several roles.
 
     Args:
@@ -75,7 +75,7 @@ class Foreign(NamedTuple):
     """True if its memory is free while the engine sleeps."""
 
 
-def groups_of(plan: Plan, rank: int) -> tuple[Group, ...]:
+def groups_of(plan: Plan, rank: int) -> tuple[RankGroup, ...]:
     """The groups that `rank` is in, in the order in which all ranks make them and first use them.
 
     Two ranks that share two groups have them in the same order: it is that of the roles, which is
@@ -86,7 +86,7 @@ def groups_of(plan: Plan, rank: int) -> tuple[Group, ...]:
         alone = role.own and len(role.ranks) > 1  # a rank alone sends to nobody
         merged.setdefault((role.ranks, role.name if alone else ""), []).append(role)
     return tuple(
-        Group(
+        RankGroup(
             ranks,
             tuple(role.name for role in roles),
             any(role.on_device for role in roles),

@@ -167,7 +167,7 @@ def _engine(plan: Plan) -> list[str]:
     node = plan.hardware.gpus_per_node
     if rollout.gpus is not None and ranks + rollout.gpus > node:
         found.append(
-            f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "
+            f"rollout.gpus: {rollout.gpus} and {ranks} ranks of the trainer are more than the "
             f"{node} GPUs of a node; use rollout.launch"
         )
     return found

@@ -290,7 +290,7 @@ class Plan(Config):
 
     @property
     def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast", "servers"]:
-        """How weights reach the engine, with auto resolved; servers: one send to all of them."""
+        """Transport of weights to the engine, with auto resolved; servers: one send to all."""
         if self.remote_engines:
             return "servers"
         if self.rollout.transport != "auto":
@@ -299,7 +299,7 @@ class Plan(Config):
 
     @property
     def lora_publish(self) -> Literal["merge", "adapter"] | None:
-        """How adapters reach the engine, with null resolved; None: none are sent."""
+        """Form in which the engine gets adapters, with null resolved; None: it gets none."""
         if self.lora is None or self.rollout.engine not in ("hf", "vllm"):
             return None
         return self.lora.publish or ("merge" if adapter_faults(self, self.sizes) else "adapter")

@@ -1,7 +1,7 @@
 """Routing replay: the experts an engine used for each token, forced in Megatron's routers.
 
-`Replay` finds the routers in the live model, hands each microbatch's routes to their layers, and
-counts how often a router would have chosen the same experts. It holds no state between passes:
+`ReplayRouters` finds the routers in the live model, hands each microbatch's routes to their layers,
+and counts how often a router would have chosen the same experts. It holds no state between passes:
 `session` clears it, also after an exception.
 
 Layers are named by 0-based global ids. The ids of MTP layers follow the decoder's: the first MTP
@@ -150,7 +150,7 @@ class Agreement(NamedTuple):
         return self.share / self.rows
 
 
-class Replay:
+class ReplayRouters:
     """The routers of one model on this rank.
 
     Args:

@@ -12,7 +12,7 @@ from pyrl_ext.plan.schema.lora import ROUTER, Lora
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-class Adapter(NamedTuple):
+class AdapterTensors(NamedTuple):
     """A module with an adapter adds scale * B A x to its output.
 
     Args:
@@ -26,7 +26,7 @@ class Adapter(NamedTuple):
     names: tuple[str, str]
 
 
-Adapters = Mapping[str, Adapter]  # by the checkpoint name of the module, experts one by one
+Adapters = Mapping[str, AdapterTensors]  # by the checkpoint name of the module, experts one by one
 
 
 def applied_lora(plan: Plan) -> Lora | None:
@@ -34,7 +34,7 @@ def applied_lora(plan: Plan) -> Lora | None:
     return plan.lora if plan.lora_publish == "adapter" else None
 
 
-def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
+def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, AdapterTensors]:
     """The adapters of a model whose weights have these checkpoint names.
 
     Raises: ValueError for an adapter of the router, which engines choose experts with before any
@@ -45,7 +45,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
             f"lora.targets: {ROUTER} with lora.publish adapter, expected other targets; engines "
             "have no adapters in routers. Use lora.publish: merge"
         )
-    found: dict[str, Adapter] = {}
+    found: dict[str, AdapterTensors] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
@@ -57,7 +57,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
             shared = "B" if last == "down_proj" else "A"
         places = (_EXPERT.sub(".experts.", module) if each == shared else module for each in "AB")
         a, b = (f"{place}.lora_{each}.weight" for place, each in zip(places, "AB", strict=True))
-        found[module] = Adapter(lora.rank_of(expert), lora.scale_of(expert), (a, b))
+        found[module] = AdapterTensors(lora.rank_of(expert), lora.scale_of(expert), (a, b))
     return found
 
 

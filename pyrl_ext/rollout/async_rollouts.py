@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.parallel.user_code import describe
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
+from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.prompt_groups import Counts, Groups, Score
 from pyrl_ext.rollout.turns.turn_stats import turn_metrics
@@ -52,7 +52,7 @@ class _Job:
         self.left -= 1
 
 
-class Ahead:
+class AsyncRollouts:
     """Rollouts of the steps up to ``lookahead`` ahead of the one that is trained.
 
     A step begins to generate right after a publish, at the earliest after that of version step -
@@ -85,8 +85,8 @@ class Ahead:
     ):
         if not engine.capabilities.concurrent:
             raise ValueError(
-                f"rollout.ahead: {plan.rollout.ahead} with the {plan.rollout.engine} engine beside "
-                "the trainer, expected remote engines (rollout.servers)"
+                f"rollout.ahead: {plan.rollout.ahead} with the {plan.rollout.engine} engine "
+                "colocated with the trainer, expected remote engines (rollout.servers)"
             )
         self.plan = plan
         self.engine = engine
@@ -103,7 +103,7 @@ class Ahead:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    def take(self, step: int) -> tuple[Rollout, dict[str, float]]:
+    def take(self, step: int) -> tuple[RolloutSamples, dict[str, float]]:
         """The scored samples of ``step``, and metrics; further steps go on in their threads.
 
         Communicates: as `generate_on_ranks`. Raises: as it does.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.data.prompt_dataset import Source, image_reader
+from pyrl_ext.data.prompt_dataset import PromptDataset, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.tensors import dtype_of, on_gpu
 from pyrl_ext.plan import Plan
@@ -24,7 +24,7 @@ def build_engine(
     """The engine of this rank: in this process, in a separate one, servers, or an idle stand-in.
 
     Args:
-        groups: of all ranks, and a second one for a thread beside the trainer's
+        groups: of all ranks, and a second one for a thread next to the trainer's
             (`publishes_beside`); None, or none: this process alone
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
@@ -71,8 +71,8 @@ def _devices(plan: Plan, number: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": names[local]}
     if len(names) < ranks + gpus:
         raise RuntimeError(
-            f"rollout.gpus: {gpus} beside the trainer's {ranks}, expected {ranks + gpus} GPUs on "
-            f"this machine; there are {len(names)}"
+            f"rollout.gpus: {gpus} in addition to the trainer's {ranks}, expected {ranks + gpus} "
+            f"GPUs on this machine; there are {len(names)}"
         )
     first = ranks + number * tp
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + tp])}
@@ -132,8 +132,8 @@ def _vllm(plan: Plan) -> Engine:
     )
 
 
-def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
-    """How the responses of ``step`` are drawn: each step has its own random streams."""
+def sampling_of(plan: Plan, source: PromptDataset, step: int) -> Sampling:
+    """Sampling parameters of ``step``; each step has separate random streams."""
     options = plan.rollout
     return Sampling(
         max_new_tokens=options.max_new_tokens,

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from pyrl_ext.pack.index import BatchIndex, sampled_tokens
 from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.rollout.engine import Engine, in_order
-from pyrl_ext.rollout.prompt_groups import Ask, Counts, Event, Groups, Score, need_share, sampled
+from pyrl_ext.rollout.prompt_groups import (
+    Ask,
+    Counts,
+    EngineEvent,
+    Groups,
+    Score,
+    need_share,
+    sampled,
+)
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 _EVENT, _END, _FAILED = range(3)
@@ -39,13 +47,13 @@ class RolloutRequest:
     ask: Ask = sampled
     min_share: float = 0.0
 
-    def events(self, engine: Engine, counts: Counts) -> Generator[Event]:
+    def events(self, engine: Engine, counts: Counts) -> Generator[EngineEvent]:
         """The trajectories of an engine as they end."""
         return self.ask(engine, self.prompts, self.sampling, counts)
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutSamples:
     """The samples of a rollout, each held by the rank that generated it.
 
     Args:
@@ -71,7 +79,7 @@ def generate_on_ranks(
     show: Callable[[str], None] | None = None,
     depths: int = 0,
     holders: dist.ProcessGroup | None = None,
-) -> Rollout:
+) -> RolloutSamples:
     """Every engine generates its share, which its first rank scores; ranks share numbers, not
     samples.
 
@@ -134,7 +142,7 @@ def join_on_ranks(
     owns: bool,
     depths: int,
     counted: bool,
-) -> Rollout:
+) -> RolloutSamples:
     """The index of the samples of all ranks; see `generate_on_ranks`.
 
     Args:
@@ -159,7 +167,7 @@ def join_on_ranks(
             whole.add(each)
         need_share(whole, request.min_share)
     index = BatchIndex.joined([part for _, part in shares], [p.id for p in request.prompts])
-    return Rollout(index, samples, whole)
+    return RolloutSamples(index, samples, whole)
 
 
 def _digest(request: RolloutRequest) -> int:
@@ -187,7 +195,7 @@ def _complete_groups(
     start = time.monotonic()
     groups = Groups(size, request.keep, score)
 
-    def take(event: Event) -> bool:
+    def take(event: EngineEvent) -> bool:
         groups.add(event)
         if show is not None:
             show(f"{label}: {groups.progress(time.monotonic() - start)}")
@@ -206,7 +214,9 @@ def _complete_groups(
 
 
 def for_each_in_step(
-    events: Iterator[Event], take: Callable[[Event], bool], holders: dist.ProcessGroup | None
+    events: Iterator[EngineEvent],
+    take: Callable[[EngineEvent], bool],
+    holders: dist.ProcessGroup | None,
 ) -> bool:
     """Calls ``take`` with each event until it returns True or none is left.
 
@@ -227,7 +237,7 @@ def for_each_in_step(
     """
     while True:
         error: Exception | None = None
-        event: Event | None = None
+        event: EngineEvent | None = None
         over = True
         try:
             event = next(events, None)
@@ -245,7 +255,9 @@ def for_each_in_step(
             return True
 
 
-def _any_failed(holders: dist.ProcessGroup, event: Event | None, error: Exception | None) -> bool:
+def _any_failed(
+    holders: dist.ProcessGroup, event: EngineEvent | None, error: Exception | None
+) -> bool:
     """True if a rank failed in this event. Raises: RuntimeError if ranks got different events."""
     state = _FAILED if error is not None else _END if event is None else _EVENT
     mine = torch.tensor([state, -1 if event is None else event.prompt_id])

@@ -10,12 +10,12 @@ import numpy as np
 
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.prompt_groups import Counts
 from pyrl_ext.samples import Prompt
 
 # (round from 0, prompts to ask for, groups kept so far) -> the samples of those prompts
-Ask = Callable[[int, int, int], Rollout]
+Ask = Callable[[int, int, int], RolloutSamples]
 
 _REFILLS = 1 << 20  # prompts of refills are those of steps from here on, which no run reaches
 
@@ -27,9 +27,9 @@ def sample_groups(
     plan: Plan,
     step: int,
     take: Callable[[int, int], Sequence[Prompt]],
-    generate: Callable[[Sequence[Prompt], int, Show], Rollout],
+    generate: Callable[[Sequence[Prompt], int, Show], RolloutSamples],
     show: Show,
-) -> tuple[Rollout, dict[str, float]]:
+) -> tuple[RolloutSamples, dict[str, float]]:
     """The samples of a step under ``objective.dynamic_sampling``, and metrics; see `fill`.
 
     Args:
@@ -40,7 +40,7 @@ def sample_groups(
     keep = plan.batching.prompts
     rounds = plan.objective.dynamic_sampling
 
-    def ask(number: int, asked: int, found: int) -> Rollout:
+    def ask(number: int, asked: int, found: int) -> RolloutSamples:
         def show_round(text: str) -> None:
             assert show is not None
             show(f"refill {number} of {rounds}, {found} of {keep} groups kept; {text}")
@@ -63,7 +63,7 @@ def stream_step(step: int, number: int, rounds: int) -> int:
 
 def fill(
     ask: Ask, keep: int, rounds: int, short: Literal["fail", "keep_flat"], hold: bool = False
-) -> tuple[Rollout, dict[str, float]]:
+) -> tuple[RolloutSamples, dict[str, float]]:
     """``keep`` groups whose rewards are not all equal: the first ones, in the order of prompts.
 
     Round 0 asks for ``keep`` prompts, a refill for as many as the share of kept groups lets expect
@@ -80,7 +80,7 @@ def fill(
     Returns: the kept samples; and metrics.
     Raises: RuntimeError on every rank, if there are too few and ``short`` is fail.
     """
-    drawn: list[Rollout] = []
+    drawn: list[RolloutSamples] = []
     varied: list[int] = []
     flat: list[int] = []
     chosen: set[int] = set()
@@ -104,7 +104,9 @@ def fill(
     return _joined(drawn, chosen, len(flat))
 
 
-def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, dict[str, float]]:
+def _joined(
+    drawn: list[RolloutSamples], kept: set[int], flat: int
+) -> tuple[RolloutSamples, dict[str, float]]:
     """The samples of ``kept`` groups out of all rounds, and metrics of those that were drawn."""
     order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
     indices = [each.index for each in drawn]
@@ -124,4 +126,4 @@ def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, d
     counts = Counts()
     for each in drawn:
         counts.add(each.counts)
-    return Rollout(index, mine, counts, dropped), metrics
+    return RolloutSamples(index, mine, counts, dropped), metrics

@@ -136,7 +136,7 @@ class Engine(Protocol):
         """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
 
         A token depends on the trajectory and on its place, not on
-        the turns that run beside it. Closing the stream aborts what still runs.
+        the turns that run at the same time. Closing the stream aborts what still runs.
 
         Args:
             feed: asked for turns between forward passes

@@ -18,7 +18,7 @@ from pyrl_ext.samples import Prompt, Sample, Sampling
 Score = Callable[[list[Sample]], list[Sample]]
 
 
-class Event(NamedTuple):
+class EngineEvent(NamedTuple):
     """Something that an engine did for a trajectory.
 
     Args:
@@ -46,18 +46,18 @@ class Counts(defaultdict[str, float]):
 
 def sampled(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
-) -> Generator[Event]:
+) -> Generator[EngineEvent]:
     """The trajectories of `Engine.stream`."""
     parts: list[Sample] = []
     with closing(engine.stream(prompts, sampling)) as stream:
         for sample in stream:
             parts.append(sample)
             if sample.last:
-                yield Event(sample.prompt_id, sum(map(sampled_tokens, parts)), parts)
+                yield EngineEvent(sample.prompt_id, sum(map(sampled_tokens, parts)), parts)
                 parts = []
 
 
-Ask = Callable[[Engine, Sequence[Prompt], Sampling, Counts], Generator[Event]]
+Ask = Callable[[Engine, Sequence[Prompt], Sampling, Counts], Generator[EngineEvent]]
 
 
 def need_share(counts: Mapping[str, float], least: float) -> None:
@@ -85,7 +85,7 @@ class Groups:
         self.kept: list[Sample] = []
         self.complete = self.finished = self.dropped = self.tokens = 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: EngineEvent) -> None:
         """Take an event."""
         self.tokens += event.tokens
         if event.samples is None:

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch.distributed as dist
 
-from pyrl_ext.data.prompt_dataset import Source
+from pyrl_ext.data.prompt_dataset import PromptDataset
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import engine_ranks
-from pyrl_ext.rollout.async_rollouts import Ahead
+from pyrl_ext.rollout.async_rollouts import AsyncRollouts
 from pyrl_ext.rollout.build import build_engine, sampling_of
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.prompt_groups import Score, without_overlong
@@ -35,7 +35,11 @@ class Rollouts:
     """
 
     def __init__(
-        self, plan: Plan, topo: Topology, source: Source, show: Callable[[str], None] | None = None
+        self,
+        plan: Plan,
+        topo: Topology,
+        source: PromptDataset,
+        show: Callable[[str], None] | None = None,
     ):
         self.plan = plan
         self.source = source
@@ -63,7 +67,7 @@ class Rollouts:
             self.environments.need_turns(self.engine, topo.rank)
         self.group = topo.world
         asked = self._request_of, self._scorer, self.group, show
-        self.ahead = Ahead(plan, self.engine, *asked) if plan.rollout.ahead else None
+        self.ahead = AsyncRollouts(plan, self.engine, *asked) if plan.rollout.ahead else None
 
     def make_room(self) -> None:
         """Return once no engine takes more memory of the trainer's GPUs; those that may, sleep.
@@ -95,7 +99,7 @@ class Rollouts:
         (self.ahead or self.engine).close()
         self.source.close()
 
-    def train(self, step: int) -> Rollout:
+    def train(self, step: int) -> RolloutSamples:
         """The scored samples of a step.
 
         The prompts of a step are a function of its number. An aborted prompt is not retried; it is
@@ -143,7 +147,7 @@ class Rollouts:
         keep: int,
         show: Callable[[str], None] | None,
         min_share: float | None = None,
-    ) -> Rollout:
+    ) -> RolloutSamples:
         """The samples of ``keep`` complete groups."""
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
             raise ValueError(

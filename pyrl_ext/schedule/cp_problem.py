@@ -28,7 +28,7 @@ class CpSize(NamedTuple):
     square: float
 
 
-class Exchange(NamedTuple):
+class ExchangeCost(NamedTuple):
     """Cost of context parallelism to the ranks of a group, beyond their share of the work."""
 
     up_to: int
@@ -56,17 +56,17 @@ class CostModel:
     """Seconds for each squared token of a sample on one rank: attention scores."""
     launch_seconds: float = 0.0
     """Seconds of a microbatch, whatever is in it."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[ExchangeCost, ...] = ()
     """By group size, ascending. Nothing at all: communication is free."""
 
-    def exchange(self, cp_size: int) -> Exchange:
+    def exchange(self, cp_size: int) -> ExchangeCost:
         """The costs of groups of `cp_size` ranks.
 
         Raises:
             ValueError: the model has costs, but none for groups so large
         """
         if cp_size == 1 or not self.exchanges:
-            return Exchange(cp_size, 0.0, 0.0)
+            return ExchangeCost(cp_size, 0.0, 0.0)
         for each in self.exchanges:
             if cp_size <= each.up_to:
                 return each
@@ -85,7 +85,7 @@ class CostModel:
         return exchange.launch_seconds, token, square
 
 
-class Problem(NamedTuple):
+class CpInstance(NamedTuple):
     """Input of the search."""
 
     lengths: tuple[int, ...]
@@ -148,7 +148,7 @@ class CpGroups:
             found.append(CpSize(size, unit, limit, *self.cost.rates(size)))
         return tuple(found)
 
-    def problem(self, seqlens: Sequence[int]) -> Problem:
+    def problem(self, seqlens: Sequence[int]) -> CpInstance:
         """The problem of samples of ``seqlens`` rows.
 
         Raises:
@@ -158,7 +158,7 @@ class CpGroups:
         # interleaved schedules run whole rounds of stages
         multiple = self.pp_size if self.vpp_size > 1 else 1
         lengths = tuple(map(int, seqlens))
-        return Problem(lengths, self.num_ranks, self.sizes, self.cost.launch_seconds, multiple)
+        return CpInstance(lengths, self.num_ranks, self.sizes, self.cost.launch_seconds, multiple)
 
 
 _POSITIVE = "num_ranks", "max_tokens_per_rank", "min_cp_size", "tp_size", "pp_size", "vpp_size"

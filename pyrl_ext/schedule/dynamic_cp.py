@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from pyrl_ext.schedule.cp_problem import Problem
+from pyrl_ext.schedule.cp_problem import CpInstance
 from pyrl_ext.schedule.few_samples import best_plan, is_few
 from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
 
@@ -45,7 +45,7 @@ def tried[T](table: Sequence[tuple[int | None, T]], samples: int) -> T:
     return next(entry for up_to, entry in table if up_to is None or samples <= up_to)
 
 
-def search(problem: Problem) -> Schedule:
+def search(problem: CpInstance) -> Schedule:
     """Plan the microbatches of a problem that `CpGroups` has checked."""
     return _Search(problem).best()
 
@@ -81,7 +81,7 @@ class _Variant(NamedTuple):
 class _Search:
     """The tables of a problem: samples are named by their position, longest first."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: CpInstance) -> None:
         self.problem = problem
         self.sizes = problem.sizes
         self.order = sorted(range(len(problem.lengths)), key=lambda i: -problem.lengths[i])

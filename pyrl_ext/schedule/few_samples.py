@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pyrl_ext.schedule.cp_problem import CpSize, Problem
+from pyrl_ext.schedule.cp_problem import CpInstance, CpSize
 
 MOST_STEPS = 1 << 20
 """A larger search is left to `dynamic_cp`."""
@@ -20,7 +20,7 @@ Groups = list[tuple[int, list[int]]]
 """Index into the sizes, and samples, of every group of a microbatch."""
 
 
-def is_few(problem: Problem) -> bool:
+def is_few(problem: CpInstance) -> bool:
     """True if all plans are looked at: 3^samples x ranks x sizes steps."""
     ranks = problem.num_ranks // problem.sizes[0].size
     samples = min(len(problem.lengths), 64)
@@ -28,7 +28,7 @@ def is_few(problem: Problem) -> bool:
 
 
 def best_plan(
-    problem: Problem, cost: Sequence[Sequence[float]], rows: Sequence[Sequence[int]]
+    problem: CpInstance, cost: Sequence[Sequence[float]], rows: Sequence[Sequence[int]]
 ) -> list[Groups]:
     """The microbatches of least time; of several such plans the one that is found first.
 
@@ -73,7 +73,7 @@ class _Groups:
     """The best groups of every set of samples in one microbatch."""
 
     def __init__(
-        self, problem: Problem, cost: Sequence[Sequence[float]], rows: Sequence[Sequence[int]]
+        self, problem: CpInstance, cost: Sequence[Sequence[float]], rows: Sequence[Sequence[int]]
     ) -> None:
         unit = problem.sizes[0].size
         self.widths = [size.size // unit for size in problem.sizes]

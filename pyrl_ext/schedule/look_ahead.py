@@ -1,4 +1,4 @@
-"""How far engines generate ahead of the trainer: no further than it needs."""
+"""Number of steps that engines generate ahead of the trainer: as few as it needs."""
 
 from __future__ import annotations
 

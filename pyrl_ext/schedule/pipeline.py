@@ -10,7 +10,7 @@ Kind = Literal["F", "B"]
 Duration = float | Callable[[int, int, int], float]
 
 
-class Slot(NamedTuple):
+class PipelineSlot(NamedTuple):
     """A forward (F) or backward (B) pass of one microbatch through one model chunk of a rank."""
 
     rank: int
@@ -71,7 +71,7 @@ def ahead_of(pp: int, vpp: int | None, beyond: int = 0) -> int:
     return rounds * pp + min(rest, pp)
 
 
-class Ahead(NamedTuple):
+class EncoderPipeline(NamedTuple):
     """An encoder's pipeline before that of the language model, which reads what it encodes."""
 
     pp: int
@@ -90,8 +90,8 @@ def pipeline(
     forward: Duration,
     backward: Duration | None,
     send: float = 0.0,
-    encoder: Ahead | None = None,
-) -> list[Slot]:
+    encoder: EncoderPipeline | None = None,
+) -> list[PipelineSlot]:
     """The schedule of one minibatch: a pass starts once its rank is free and its input has arrived.
 
     Args:
@@ -125,7 +125,7 @@ def pipeline(
         for kind, each in zip("FB", both, strict=True)
     }
     ends: dict[tuple[Kind, int, int], float] = {}  # by kind, place in the pipeline and microbatch
-    slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
+    slots: dict[int, list[PipelineSlot]] = {rank: [] for rank in ranks}
     last = pp * vpp - 1
     while any(len(slots[rank]) < len(orders[rank]) for rank in ranks):
         for rank in ranks:
@@ -142,7 +142,7 @@ def pipeline(
                 here = took[kind, "llm"] if rank >= 0 else took[kind, "encoder"]
                 free = start + here(rank if rank >= 0 else rank - first, chunk, number)
                 ends[kind, place, number] = free
-                mine.append(Slot(rank, chunk, number, kind, start, free))
+                mine.append(PipelineSlot(rank, chunk, number, kind, start, free))
     return [slot for rank in ranks for slot in slots[rank]]
 
 
@@ -182,7 +182,7 @@ def _longer(duration: Duration, more: Duration) -> Duration:
     )
 
 
-def bubble_share(slots: Sequence[Slot]) -> float:
+def bubble_share(slots: Sequence[PipelineSlot]) -> float:
     """Share of time that ranks wait, until the last one has finished."""
     ranks = {slot.rank for slot in slots}
     end = max(slot.end for slot in slots)

@@ -1,4 +1,4 @@
-"""How a run that fails ends: with a message, a traceback in its folder, and never exit code 0."""
+"""The end of a failed run: a message, a traceback in its folder, and never exit code 0."""
 
 from __future__ import annotations
 

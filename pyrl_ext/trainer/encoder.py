@@ -14,7 +14,7 @@ from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.module_pipe import Edges, RunsAhead, embedded_depths, give, swap
 
 Taken = dict[int, list[tuple[Tensor, Tensor]]]
@@ -22,7 +22,9 @@ Taken = dict[int, list[tuple[Tensor, Tensor]]]
 place of the model's own embeddings."""
 
 
-def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_only: bool) -> None:
+def encode(
+    module: TrainedModule, shard: BatchShard, edges: Edges, more: int, forward_only: bool
+) -> None:
     """Run the stages of ``module`` over all microbatches and hand its rows to the readers.
 
     Args:
@@ -78,7 +80,7 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
 
 
 def forward(
-    module: Module, shard: BatchShard, number: int
+    module: TrainedModule, shard: BatchShard, number: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The output of this rank's stage for one microbatch, and what makes rows of the last one's.
 
@@ -115,7 +117,7 @@ class Features:
         shard: the microbatches.
     """
 
-    def __init__(self, modules: Mapping[str, Module], edges: Edges, shard: BatchShard):
+    def __init__(self, modules: Mapping[str, TrainedModule], edges: Edges, shard: BatchShard):
         self.modules = modules
         self.edges = edges
         self.shard = shard
@@ -137,7 +139,7 @@ class Features:
                 self._encode(module, number, taken)
         return taken
 
-    def _encode(self, module: Module, number: int, taken: Taken) -> None:
+    def _encode(self, module: TrainedModule, number: int, taken: Taken) -> None:
         """Add to ``taken`` the rows of an encoder that shares the ranks of the first stage."""
         work = self.shard.images[module.name].work
         replica = module.topo.dp_rank

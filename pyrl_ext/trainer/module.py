@@ -36,12 +36,12 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.phases import OFFLOADED, Offloadable
-from pyrl_ext.replay.router_hook import Replay
+from pyrl_ext.replay.router_hook import ReplayRouters
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from pyrl_ext.weights.modules import table_of
 
 
-class Module:
+class TrainedModule:
     """The chunks of one model that this rank holds, and what belongs to them. Build with `build`.
 
     Every method is a collective over the ranks of ``topo``.
@@ -73,7 +73,7 @@ class Module:
         self.chunks = chunks
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
         self.table = table_of(plan, name)
-        self.replay = Replay(chunks, topo.device)
+        self.replay = ReplayRouters(chunks, topo.device)
         self.optimizer: Any = None
         say = _say if topo.is_main else None
         of = "" if name == "llm" else f"{name} "
@@ -92,7 +92,7 @@ class Module:
         trainable: bool = True,
         initial: bool = True,
         offloads: bool = False,
-    ) -> Module:
+    ) -> TrainedModule:
         """The plan's model, with an optimizer if it is ``trainable``.
 
         Args:
@@ -225,7 +225,7 @@ class Module:
             read = factors.__getitem__
         weight_table.load(adapters.table, adapters.live(), read, self.topo)
 
-    def share_base(self, other: Module) -> None:
+    def share_base(self, other: TrainedModule) -> None:
         """Hold the base of ``other``, of which this is another set of adapters, in place of a copy:
         in memory once, it serves both, and training one leaves the other as it is.
 

@@ -31,10 +31,10 @@ from pyrl_ext.plan.phases import Offloadable
 from pyrl_ext.replay.router_hook import Agreement
 from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.encoder import Features, encode
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.module_pipe import Edges, build_edges
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
-from pyrl_ext.weights.modules import Live, ModuleTensors
+from pyrl_ext.weights.modules import LiveParams, ModuleTensors
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Policy:
         stream: on which the modules were built, see `need_stream`.
     """
 
-    def __init__(self, modules: Mapping[str, Module], edges: Edges | None = None):
+    def __init__(self, modules: Mapping[str, TrainedModule], edges: Edges | None = None):
         self.modules = modules
         self.edges = edges or {}
         self.module = next(iter(modules.values()))
@@ -77,7 +77,7 @@ class Policy:
         self.stream = stream_of(self.topo.device)
 
     @property
-    def llm(self) -> Module:
+    def llm(self) -> TrainedModule:
         """The language model; an error on an encoder's own ranks."""
         return self.modules["llm"]
 
@@ -102,13 +102,13 @@ class Policy:
 
         Args:
             initial: without, the weights are undefined until `load`.
-            offloads: see `Module.build`.
+            offloads: see `TrainedModule.build`.
         """
         options = trainable, initial, offloads
-        modules = {topo.module: Module.build(topo.module, plan, topo, *options)}
+        modules = {topo.module: TrainedModule.build(topo.module, plan, topo, *options)}
         for name, keys in plan.modules.items():
             if place := topo.beside.get(name):
-                modules[name] = Module.build(name, plan, place, *options)
+                modules[name] = TrainedModule.build(name, plan, place, *options)
             elif keys.ranks == "shared" and keys.train and trainable:
                 join_build_optimizer(topo)
         return cls(modules, build_edges(plan, topo, trainable))
@@ -119,9 +119,9 @@ class Policy:
         known = {name: module.table for name, module in self.modules.items()}
         return ModuleTensors(self.plan, self.topo, known)
 
-    def live(self) -> dict[str, Live]:
+    def live(self) -> dict[str, LiveParams]:
         """The tensors of the modules that this rank runs."""
-        return {n: Live(m.weights(), m.topo, m.adapters) for n, m in self.modules.items()}
+        return {n: LiveParams(m.weights(), m.topo, m.adapters) for n, m in self.modules.items()}
 
     def weights(self, only: Set[str] | None = None) -> BucketStream:
         """Every checkpoint tensor (HF name, value) of all modules, adapters merged, whole on every
@@ -136,22 +136,22 @@ class Policy:
 
     def gradients(self) -> BucketStream:
         """The gradients that `accumulate` left, float32, named and shaped as in `weights`; see
-        `Module.gradients`."""
-        live = {n: Live(m.gradients(), m.topo) for n, m in self.modules.items()}
+        `TrainedModule.gradients`."""
+        live = {n: LiveParams(m.gradients(), m.topo) for n, m in self.modules.items()}
         return self.tensors.whole(live, torch.float32)
 
     def offload(self, part: Offloadable) -> int:
-        """See `Module.offload`."""
+        """See `TrainedModule.offload`."""
         self._need_stream("offload")
         return sum(module.offload(part) for module in self.modules.values())
 
     def onload(self) -> int:
-        """See `Module.onload`."""
+        """See `TrainedModule.onload`."""
         self._need_stream("onload")
         return sum(module.onload() for module in self.modules.values())
 
     def need(self, *parts: str) -> None:
-        """See `Module.need`."""
+        """See `TrainedModule.need`."""
         for module in self.modules.values():
             module.need(*parts)
 

@@ -17,7 +17,7 @@ from pyrl_ext.parallel.collective_errors import agreeing, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.step import Metrics, Phase, Step
@@ -40,7 +40,7 @@ class SftStep(Step):
         policy = Policy.build(plan, topo)
         return cls(plan, topo, policy, None, _no_advantage, loss, source)
 
-    def take(self, number: int, phase: Phase) -> Rollout:
+    def take(self, number: int, phase: Phase) -> RolloutSamples:
         """The records of step ``number``."""
         with phase("time/data"):
             size = self.plan.samples
@@ -77,7 +77,7 @@ class SftStep(Step):
             "data/padding": padding(shard),
         } | self.moved.metrics(self.topo)
 
-    def _shared(self, read: Callable[[], list[Sample]], order: range) -> Rollout:
+    def _shared(self, read: Callable[[], list[Sample]], order: range) -> RolloutSamples:
         """The samples that this rank reads, and the numbers of all ranks' in ``order``.
 
         Raises: on every rank, if one cannot read its own.
@@ -87,7 +87,7 @@ class SftStep(Step):
             samples = read()
         mine = BatchIndex.of(samples, self.topo.rank, self.plan.num_mtp_layers)
         parts = gather_objects(mine, self.topo.world)
-        return Rollout(BatchIndex.joined(parts, order), samples)
+        return RolloutSamples(BatchIndex.joined(parts, order), samples)
 
 
 def _no_advantage(rewards: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.phases import OFFLOADED
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.samples import Sample
@@ -83,7 +83,7 @@ class Step(ABC):
         return {}
 
     @abstractmethod
-    def take(self, number: int, phase: Phase) -> Rollout:
+    def take(self, number: int, phase: Phase) -> RolloutSamples:
         """The samples of step ``number``."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Step(ABC):
         return {}
 
     def batch_of(
-        self, rollout: Rollout, phase: Phase, minibatches: int | None = None
+        self, rollout: RolloutSamples, phase: Phase, minibatches: int | None = None
     ) -> BatchShard:
         """The rows that this rank computes, checked, with their advantages.
 
@@ -121,7 +121,7 @@ class Step(ABC):
             shard, self.moved = shard_batch(batches.pop(), index, schedules, plan, topo, waiting)
         return shard
 
-    def _rows_of(self, rollout: Rollout) -> Batch | None:
+    def _rows_of(self, rollout: RolloutSamples) -> Batch | None:
         """The samples that this rank owns, as rows."""
         plan = self.plan
         mine = rollout.index.owned_by(self.topo.rank)
@@ -256,7 +256,7 @@ class RolloutStep(Step):
         self._sent = True
         return metrics | move.metrics() if move is not None else metrics
 
-    def take(self, number: int, phase: Phase) -> Rollout:
+    def take(self, number: int, phase: Phase) -> RolloutSamples:
         """The scored samples of step ``number``."""
         self.number = number
         with phase("time/rollout"):

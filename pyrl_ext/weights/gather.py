@@ -218,7 +218,7 @@ def _sharded(
 # gathering ---------------------------------------------------------------------------------------
 
 
-class Outward(NamedTuple):
+class SendTarget(NamedTuple):
     """From one rank of a module to all ranks that do not run it.
 
     Args:
@@ -261,7 +261,7 @@ class GatheredWeights(BucketStream):
         planned: Sequence[ShardedBucket],
         live: Mapping[str, Tensor] | None,
         topo: Topology,
-        outward: Outward | None = None,
+        outward: SendTarget | None = None,
         sent: Mapping[str, Tensor] | None = None,
     ):
         self.planned = planned

@@ -20,8 +20,8 @@ from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
-from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets
-from pyrl_ext.weights.move import MoveSeen
+from pyrl_ext.weights.gather import GatheredWeights, SendTarget, ShardedBucket, plan_buckets
+from pyrl_ext.weights.move import LoraUpdateCheck
 
 Buckets = Mapping[str, Sequence[ShardedBucket]]  # of each module
 
@@ -33,7 +33,7 @@ def table_of(plan: Plan, module: str) -> list[Weight]:
     return plan.sizes.weights(plan.num_mtp_layers)
 
 
-class Live(NamedTuple):
+class LiveParams(NamedTuple):
     """The part of a module that a rank holds.
 
     Args:
@@ -112,10 +112,10 @@ class ModuleTensors:
 
     def whole(
         self,
-        live: Mapping[str, Live],
+        live: Mapping[str, LiveParams],
         dtype: torch.dtype | None = None,
         only: Set[str] | None = None,
-        move: MoveSeen | None = None,
+        move: LoraUpdateCheck | None = None,
     ) -> _Joined:
         """Every wanted tensor (HF name, value), whole on every rank, one module after the other.
 
@@ -142,7 +142,10 @@ class ModuleTensors:
         return _Joined(parts)
 
     def published(
-        self, live: Mapping[str, Live], only: Set[str] | None = None, move: MoveSeen | None = None
+        self,
+        live: Mapping[str, LiveParams],
+        only: Set[str] | None = None,
+        move: LoraUpdateCheck | None = None,
     ) -> BucketStream:
         """The tensors of `engine_names`: `whole`, or the base and then the factors of adapters.
         For remote engines each tensor comes on the rank that sends it alone.
@@ -164,7 +167,7 @@ class ModuleTensors:
             part.give(senders_of(self.plan.grids["llm"], self.plan.rollout.senders, of_buckets))
         return _Joined(parts)
 
-    def move_seen(self, dtype: torch.dtype) -> MoveSeen | None:
+    def move_seen(self, dtype: torch.dtype) -> LoraUpdateCheck | None:
         """For `published`; None: no adapters are merged.
 
         Args:
@@ -172,7 +175,7 @@ class ModuleTensors:
         """
         if self.plan.lora_publish != "merge":
             return None
-        return MoveSeen(dtype, self.topo)
+        return LoraUpdateCheck(dtype, self.topo)
 
     def _check(self, only: Set[str]) -> None:
         tables = (*self.tables.values(), self.factors)
@@ -184,8 +187,8 @@ class ModuleTensors:
             )
 
 
-def _outward(grid: Grid, topo: Topology) -> Outward | None:
-    """How tensors leave ``grid``; None where this rank takes no part.
+def _outward(grid: Grid, topo: Topology) -> SendTarget | None:
+    """Broadcast of tensors out of ``grid``; None if this rank takes no part.
 
     Communicates: at the first call with the other ranks of the group, to make it.
     """
@@ -193,7 +196,7 @@ def _outward(grid: Grid, topo: Topology) -> Outward | None:
     ranks = [grid.first, *others]
     if not others or topo.rank not in ranks:
         return None
-    return Outward(topo.make_group(f"{grid.name} outward", ranks), grid.first)
+    return SendTarget(topo.make_group(f"{grid.name} outward", ranks), grid.first)
 
 
 def senders_of(grid: Grid, senders: int, buckets: Sequence[tuple[int, int]]) -> list[int]:

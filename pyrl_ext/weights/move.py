@@ -1,4 +1,4 @@
-"""How much of the policy's move away from its frozen base is left in the engine's dtype."""
+"""Share of the policy's change from its frozen base that survives the engine's dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan.model.weight import Weight
 
 
-class MoveSeen:
+class LoraUpdateCheck:
     """Adds up, over all numbers of all merged weights, move * seen and move ** 2.
 
     ``move`` is what adapters add to a weight of the base, and ``seen`` the difference between both

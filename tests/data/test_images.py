@@ -17,7 +17,7 @@ from pyrl_ext.data import images
 from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.images import ImageReader, place
 from pyrl_ext.data.prompts import PromptSource, load_prompts
-from pyrl_ext.data.sft import Encoder, SftSource
+from pyrl_ext.data.sft import SftEncoder, SftSource
 from tests.helpers.configs import CONFIGS
 
 pytestmark = pytest.mark.multiprocess
@@ -254,7 +254,7 @@ def test_encoder_gives_images_a_row_each_and_trains_on_answers_alone(
 ):
     saved(noise(16, 8), tmp_path / "a.png")
     saved(noise(24, 16, seed=1), tmp_path / "b.png")
-    encode = Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
+    encode = SftEncoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
     record = conversation([text("x"), picture("a.png"), picture("b.png")], "3", "y", "12")
     sample = encode(record).check()
     one, two, three, x, y = tokenizer("123xy", add_special_tokens=False)["input_ids"]
@@ -279,8 +279,8 @@ def test_encoder_refuses_images_that_it_cannot_place(tokenizer: Any, tmp_path: P
     reader = ImageReader(VL, tmp_path, PAD)
     record = conversation([picture("a.png")], "3")
     with pytest.raises(Broken, match="1 images in messages, expected text; the model has no image"):
-        Encoder(tokenizer, 128, 64)(record)
-    encode = Encoder(tokenizer, 128, 64, reader=reader)
+        SftEncoder(tokenizer, 128, 64)(record)
+    encode = SftEncoder(tokenizer, 128, 64, reader=reader)
     late = conversation("x", "3", [picture("a.png")], "4")
     with pytest.raises(Broken, match="image 0 after the first answer begins, expected images bef"):
         encode(late)
@@ -296,7 +296,7 @@ def test_sft_source_names_the_record_of_an_image_that_changed(tokenizer: Any, tm
     file = saved(noise(16, 8), tmp_path / "a.png")
     path = written(tmp_path / "x.jsonl", conversation([picture("a.png")], "3"))
     source = SftSource(
-        open_records(path), Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
+        open_records(path), SftEncoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
     )
     assert source.check().tokens == 8
     data = bytearray(file.read_bytes())

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pyrl_ext.data.files import Broken, DataError, open_records
-from pyrl_ext.data.sft import Encoder, SftSource
+from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Sample
 from tests.helpers.prompts import CONFIGS, write_lines
@@ -32,7 +32,7 @@ def tokens(*ids: int, trained: int = 1) -> dict[str, Any]:
 def numbered(path: Path, count: int, **options: Any) -> SftSource:
     """Records 0, 1, ... of the tokens (10 + number, 5)."""
     records = open_records(write_lines(path, *(tokens(10 + i, 5) for i in range(count))))
-    return SftSource(records, Encoder(None, 128, 8), **options)
+    return SftSource(records, SftEncoder(None, 128, 8), **options)
 
 
 def shown(sample: Sample) -> tuple[list[int], list[int], int]:
@@ -41,7 +41,7 @@ def shown(sample: Sample) -> tuple[list[int], list[int], int]:
 
 
 def test_encoder_makes_whole_samples(tokenizer: Any):
-    encode = Encoder(tokenizer, 128, 16)
+    encode = SftEncoder(tokenizer, 128, 16)
     chat = encode(CHAT)
     given = encode({"tokens": [7, 8, 9, 4], "loss_mask": [False, True, 0, 1]})
     for sample in (chat, given):
@@ -84,7 +84,7 @@ BROKEN = [
 
 def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", CHAT, *(record for record, _ in BROKEN), CHAT)
-    source = SftSource(open_records(path), Encoder(tokenizer, 128, 8))
+    source = SftSource(open_records(path), SftEncoder(tokenizer, 128, 8))
     found = source.check()
     assert (found.tokens, found.loss_tokens, found.longest, found.truncated) == (16, 8, 8, 0)
     assert found.broken == len(BROKEN)
@@ -110,34 +110,36 @@ def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
         "2 in the longest record; 0 were cut"
     )
     path = write_lines(tmp_path / "b.jsonl", *[{}] * 200)
-    source = SftSource(open_records(path), Encoder(None, 128, 8))
+    source = SftSource(open_records(path), SftEncoder(None, 128, 8))
     with pytest.raises(DataError, match=r"200 of 200 records(?s:.*)and 150 more$") as caught:
         source.summary([source.check(rank, 3) for rank in range(3)])
     places = [line.split(":")[1] for line in str(caught.value).splitlines()[1:-1]]
     assert places == [str(line) for line in range(1, 51)]
     (tmp_path / "c.jsonl").write_bytes(b"\n")
-    source = SftSource(open_records(tmp_path / "c.jsonl"), Encoder(None, 128, 8), held_out=2)
+    source = SftSource(open_records(tmp_path / "c.jsonl"), SftEncoder(None, 128, 8), held_out=2)
     with pytest.raises(DataError, match=r"c\.jsonl: no records, expected at least one"):
         source.summary([source.check()])
 
 
 def test_encoder_names_a_missing_tokenizer():
     with pytest.raises(Broken, match=r"messages, with model\.tokenizer null, expected"):
-        Encoder(None, 128, 8)(CHAT)
+        SftEncoder(None, 128, 8)(CHAT)
 
 
 def test_encoder_cuts_long_records_only_when_told_to(tokenizer: Any, tmp_path: Path):
     long = {"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]}
     lines = [tokens(1, 2), long, tokens(*range(1, 6)), CHAT]
     records = open_records(write_lines(tmp_path / "a.jsonl", *lines))
-    found = SftSource(records, Encoder(tokenizer, 128, 4, truncate=True)).check()
+    found = SftSource(records, SftEncoder(tokenizer, 128, 4, truncate=True)).check()
     assert (found.tokens, found.longest, found.truncated, found.loss_tokens) == (6, 4, 1, 2)
     lost = "no token under the loss mask in the first 4 of {} tokens, expected at least one"
     assert [text.partition(": ")[2].partition(" to train")[0] for _, text in found.problems] == [
         lost.format(5),
         lost.format(8),
     ]
-    cut = SftSource(records, Encoder(tokenizer, 128, 4, truncate=True), shuffle=False).take(1, 1)[0]
+    cut = SftSource(records, SftEncoder(tokenizer, 128, 4, truncate=True), shuffle=False).take(
+        1, 1
+    )[0]
     assert shown(cut) == ([5, 6, 7, 8], [0, 0, 1, 0], 2) and cut.finish_reason == "length"
 
 
@@ -150,7 +152,7 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     write_lines(tmp_path / "a.jsonl", *lines)
     sources = [
-        SftSource(open_records(tmp_path / name), Encoder(tokenizer, 128, 16))
+        SftSource(open_records(tmp_path / name), SftEncoder(tokenizer, 128, 16))
         for name in ("a.jsonl", "a.parquet")
     ]
     assert [s.check().problems for s in sources] == [[], []]
@@ -169,7 +171,7 @@ def test_ParquetRows_holds_one_row_group(tmp_path: Path, monkeypatch: pytest.Mon
     count = lambda file, group: read.append(group) or whole(file, group)  # noqa: E731
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", count)
     before = pyarrow.total_allocated_bytes()
-    source = SftSource(open_records(path), Encoder(None, 128, 200))
+    source = SftSource(open_records(path), SftEncoder(None, 128, 200))
     assert not source.check(1, 3).problems and read == list(range(groups))
     held = pyarrow.total_allocated_bytes() - before
     assert held < 4 * each * 200 * 16  # a token and its mask are int64, and are decoded in chunks
@@ -186,7 +188,7 @@ def test_ParquetRows_names_the_rows_of_a_damaged_row_group(tmp_path: Path):
     with path.open("r+b") as file:
         file.seek(column.data_page_offset)
         file.write(b"\xff" * 20)
-    found = SftSource(open_records(path), Encoder(None, 128, 8)).check()
+    found = SftSource(open_records(path), SftEncoder(None, 128, 8)).check()
     assert [text.partition(" group")[0] for _, text in found.problems] == [
         f"{path}: row {row}: row" for row in (2, 3)
     ]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from pyrl_ext.pack.schedule import Schedule, plan_dynamic_cp
 from pyrl_ext.schedule.alignment import alignment
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpSize, Exchange, Problem
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpInstance, CpSize, ExchangeCost
 
 COST = CostModel(
     token_seconds=1e-6,
     square_seconds=1e-10,
     launch_seconds=2e-5,
-    exchanges=(Exchange(8, 1e-5, 1e-8), Exchange(512, 2e-5, 5e-8)),
+    exchanges=(ExchangeCost(8, 1e-5, 1e-8), ExchangeCost(512, 2e-5, 5e-8)),
 )
 
 
@@ -44,7 +44,7 @@ def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], 
     return (seqlens, ranks, limit), dict(**options, pp_size=pp, vpp_size=vpp)
 
 
-def least_makespan(problem: Problem) -> float:
+def least_makespan(problem: CpInstance) -> float:
     """Seconds of the best plan of all, by dynamic programming over sets of samples: for some ten.
 
     Any groups whose sizes add up to at most the ranks are counted, wherever they would begin. A
@@ -77,7 +77,7 @@ def least_makespan(problem: Problem) -> float:
     return min(problem.launch * (n + -n % multiple) + total[n][-1] for n in whole)
 
 
-def _group_seconds(problem: Problem, size: CpSize) -> list[float]:
+def _group_seconds(problem: CpInstance, size: CpSize) -> list[float]:
     """Seconds of each set of samples as one group; infinite beyond the token limit."""
     found = []
     for held in range(1 << len(problem.lengths)):

@@ -11,19 +11,19 @@ from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.weight_table import load, stream_of
 from pyrl_ext.plan.model.weight import Weight
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 
 STD = 0.05
 
 
-def adapters_of(module: Module) -> Adapters:
+def adapters_of(module: TrainedModule) -> Adapters:
     """The module's adapters, which it must have."""
     assert module.adapters is not None
     return module.adapters
 
 
-def draw_b(module: Module, std: float = STD) -> None:
+def draw_b(module: TrainedModule, std: float = STD) -> None:
     """Draw every B, normal with ``std``: while B is zero, A has no gradient."""
     adapters = adapters_of(module)
     drawn = RandomFactors(adapters.table, module.plan.seed)
@@ -39,34 +39,34 @@ def draw_b(module: Module, std: float = STD) -> None:
             part.reload_model_params()  # mixed precision steps copies
 
 
-def factors(module: Module) -> dict[str, Tensor]:
+def factors(module: TrainedModule) -> dict[str, Tensor]:
     """Every factor, by its checkpoint name."""
     return _whole(module, module.factors(), adapters_of(module).table)
 
 
-def gradients(module: Module) -> dict[str, Tensor]:
+def gradients(module: TrainedModule) -> dict[str, Tensor]:
     """d(loss) / d(factor), float32."""
     return _whole(module, module.gradients(), adapters_of(module).table, torch.float32)
 
 
-def merged(module: Module) -> dict[str, Tensor]:
+def merged(module: TrainedModule) -> dict[str, Tensor]:
     """The base with the adapters in it."""
     return _whole(module, adapters_of(module).merged(module.named_parameters()), module.table)
 
 
-def base(module: Module) -> dict[str, Tensor]:
+def base(module: TrainedModule) -> dict[str, Tensor]:
     """The base alone."""
     return _whole(module, module.named_parameters(), module.table)
 
 
-def base_digest(module: Module) -> str:
+def base_digest(module: TrainedModule) -> str:
     """The digest of the base as it is now."""
     module.__dict__.pop("base_digest", None)
     return module.base_digest
 
 
 def _whole(
-    module: Module,
+    module: TrainedModule,
     live: Mapping[str, Tensor],
     table: Sequence[Weight],
     dtype: torch.dtype | None = None,

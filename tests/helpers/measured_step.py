@@ -38,7 +38,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.train.loop import build_step
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.step import Phase
@@ -231,7 +231,7 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
     return found
 
 
-def _parameters(module: Module) -> list[Tensor]:
+def _parameters(module: TrainedModule) -> list[Tensor]:
     return [x.detach() for chunk in module.chunks for x in chunk.parameters()]
 
 

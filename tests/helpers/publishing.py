@@ -14,14 +14,14 @@ from torch import Tensor
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.canary import Canary
 from pyrl_ext.rollout.remote.client import Server
-from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
 
 # the embedded engine has no cache
-CANARY = replace(Canary.of(Model(128, 4, (1, 2, 3), 8, 2), 512, False, 1.0, True), cached=0)
+CANARY = replace(Canary.of(ServedModel(128, 4, (1, 2, 3), 8, 2), 512, False, 1.0, True), cached=0)
 REQUEST = Request("r", tuple(range(3, 20)), 4)
 
 

@@ -27,7 +27,7 @@ from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from tests.helpers.passes import WholeBatch
 
 # patches a side of a row's square, numbers of a patch
@@ -150,15 +150,15 @@ def build_tower(name: str, plan: Plan, topo: Topology, width: int) -> Tower:
     return tower.to(dtype_of(plan.model.dtype))
 
 
-def tower_module(name: str, plan: Plan, topo: Topology, width: int, trained: bool) -> Module:
+def tower_module(name: str, plan: Plan, topo: Topology, width: int, trained: bool) -> TrainedModule:
     """The module of an encoder's rank."""
     chunks: list[Any] = [build_tower(name, plan, topo, width).requires_grad_(trained)]
     shares = plan.modules[name].ranks == "shared"
     if shares and not trained:
-        return Module(name, plan, topo, chunks)
+        return TrainedModule(name, plan, topo, chunks)
     wrapped = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
     optimizer = build_optimizer(plan, wrapped, topo.groups)  # gathers over the world: all build one
-    module = Module(name, plan, topo, wrapped if trained else chunks)
+    module = TrainedModule(name, plan, topo, wrapped if trained else chunks)
     if trained:
         module.optimizer = optimizer
         module.config.grad_scale_func = optimizer.scale_loss

@@ -14,7 +14,7 @@ from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
@@ -130,7 +130,7 @@ def test_score_tokens_takes_logprobs_over_sampling_mask_but_those_of_mtp(folder)
         )
         schedule = plan_microbatches(batch.seqlens, 1, 1 << 20)
         scores = passes.scores(policy, batch, schedule)
-    layout = microbatch(batch, schedule.microbatches[0][0].samples, Place())
+    layout = microbatch(batch, schedule.microbatches[0][0].samples, RankCoords())
     row_of = {int(row): at for at, row in enumerate(layout.rows) if row >= 0}
     sets = batch.kept.ids.split(batch.kept.counts.clamp(min=0).tolist())
     for row, (ids, target) in enumerate(zip(sets, batch.targets.tolist(), strict=True)):
@@ -220,7 +220,7 @@ def test_Microbatch_has_the_loss_rows_of_a_plain_loop(folder):
     batch = parity.batches(plan, mtp_routes=False)[0]
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 0), (2, 1)]:
-        place = Place(cp_size, cp_rank)
+        place = RankCoords(cp_size, cp_rank)
         micro = microbatch(batch, ids, place, depths=2)
         rows = local_rows(batch, ids, place)
         sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]

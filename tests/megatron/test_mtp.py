@@ -17,7 +17,7 @@ from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import Scheduler, plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.trainer.policy import Policy
@@ -50,7 +50,7 @@ def test_Microbatch_has_the_tokens_ahead_of_a_plain_loop(folder):
     batch = parity.batches(plan, mtp_routes=True)[0]
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 1)]:
-        place = Place(cp_size, cp_rank)
+        place = RankCoords(cp_size, cp_rank)
         micro = microbatch(batch, ids, place, depths=2)
         rows = local_rows(batch, ids, place)
         assert micro.rows.tolist() == rows

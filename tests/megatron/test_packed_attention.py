@@ -9,14 +9,14 @@ import torch
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, RowMap
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 
 HEADS = 4
 DIM = 8
 
 
 def packed_of(layout, rank, device: torch.device | str = "cpu"):
-    place = Place(layout.cp_size, rank, tp_size=layout.tp_size)
+    place = RankCoords(layout.cp_size, rank, tp_size=layout.tp_size)
     positions = torch.zeros(layout.num_local, dtype=torch.int64, device=device)
     return PackedSequences(layout=layout, place=place, positions=positions)
 

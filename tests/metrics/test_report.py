@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pyrl_ext.metrics import report
-from pyrl_ext.metrics.history import Run, load_run
+from pyrl_ext.metrics.history import RunHistory, load_run
 from pyrl_ext.metrics.plot import _running_mean
 from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.tools.report.__main__ import main
@@ -49,7 +49,7 @@ def test_summary_of_a_run_without_rollouts_is_about_the_loss(tmp_path):
     rows = [{"step": n, "loss": 4.0 - n % 3, "grad_norm": 1.0, "time/data": 0.5} for n in range(9)]
     rows[4]["eval_loss"] = 3.5
     rows.append({"step": 9, "eval_loss": 2.5})
-    run = Run("a", rows)
+    run = RunHistory("a", rows)
     figures = report.summary(run)
     assert figures["steps"] == 9 and "reward first" not in figures
     assert [figures[f"loss {k}"] for k in ("first", "last", "best")] == [4.0, 2.0, 2.0]
@@ -143,10 +143,12 @@ def test_plot_draws_the_picture(tmp_path, case):
         write_run(tmp_path / str(place), steps, factor)
     runs = [load_run(tmp_path / str(place)) for place in range(len(factors))]
     if case == "no mismatch":
-        runs = [Run("a", [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}])]
+        runs = [RunHistory("a", [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}])]
     if case == "loss":
         runs = [
-            Run("a", [{"step": n, "loss": 2 - n, "grad_norm": 1, "eval_loss": 2} for n in (0, 1)])
+            RunHistory(
+                "a", [{"step": n, "loss": 2 - n, "grad_norm": 1, "eval_loss": 2} for n in (0, 1)]
+            )
         ]
     report.print_report(runs, tmp_path / "out.png", Console(file=io.StringIO()))
     pixels = imread(tmp_path / "out.png")

@@ -13,7 +13,7 @@ from pyrl_ext.pack.native_search import search
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.schedule import few_samples as few
 from pyrl_ext.schedule.alignment import alignment
-from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange, Problem
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpInstance, ExchangeCost
 from pyrl_ext.schedule.cp_sizes import cp_group, cp_sizes
 from tests.helpers.dynamic_cp import COST, least_makespan, planned, problems
 
@@ -82,11 +82,11 @@ def test_plan_dynamic_cp_meets_its_bars(lengths):
         assert row.passes, row
 
 
-def few_samples(draw: random.Random, most: int, **options: Any) -> Problem:
+def few_samples(draw: random.Random, most: int, **options: Any) -> CpInstance:
     ranks = draw.choice([2, 3, 4, 6, 8])
     limit = 960
     samples = [draw.lognormvariate(6.4, 1) for _ in range(draw.randint(2, most))]
-    exchange = Exchange(8, 0, draw.choice([0, 80, 400]))
+    exchange = ExchangeCost(8, 0, draw.choice([0, 80, 400]))
     cost = CostModel(4000, 1, draw.choice([8e4, 4e5, 1.2e6]), (exchange,))
     lengths = [min(limit * ranks, int(n) + 1) for n in samples]
     return CpGroups(ranks, limit, cost=cost, **options).problem(lengths)
@@ -105,7 +105,7 @@ def test_plan_dynamic_cp_finds_the_best_plan_of_few_samples(options):
         check_groups(found, problem)
 
 
-def check_groups(found: Schedule, problem: Problem) -> None:
+def check_groups(found: Schedule, problem: CpInstance) -> None:
     """Every sample and every rank once, and as many microbatches as the multiple divides."""
     assert len(found.microbatches) % problem.multiple == 0
     held = [i for groups in found.microbatches for group in groups for i in group.samples]
@@ -152,7 +152,7 @@ def test_plan_dynamic_cp_leaves_groups_empty_with_fewer_samples_than_ranks(sampl
     check(plan, *args)
     narrow = planned(*args, cost=COST, max_cp_size=4)
     check(narrow, *args, max_cp_size=4)
-    costly = CostModel(1e-6, 1e-10, 0.0, (Exchange(32, 1.0, 0.0),))  # a second for any exchange
+    costly = CostModel(1e-6, 1e-10, 0.0, (ExchangeCost(32, 1.0, 0.0),))  # a second for any exchange
     alone = planned([10] * samples, 32, 1024, cost=costly)
     (groups,) = alone.microbatches
     assert [len(group.samples) for group in groups] == [1] * samples + [0] * (32 - samples)
@@ -182,7 +182,7 @@ def test_plan_dynamic_cp_prices_a_sample_at_the_size_of_its_group():
     cost = CostModel(token_seconds=1.0, square_seconds=0.0)
     plan = planned([800, 100, 100, 100, 100], 8, 800, cost=cost)
     assert plan.makespan == 1200 / 8
-    far = CostModel(1.0, 0.0, exchanges=(Exchange(8, 0.0, 0.5),))
+    far = CostModel(1.0, 0.0, exchanges=(ExchangeCost(8, 0.0, 0.5),))
     plan = planned([800, 100, 100, 100, 100], 8, 800, cost=far)
     assert [g.cp_size for g in plan.microbatches[0]] == [4, 1, 1, 1, 1]
     assert plan.makespan == 800 / 4 + 0.5 * 600
@@ -226,7 +226,10 @@ def test_plan_dynamic_cp_keeps_its_promises_to_few_samples():
         (dict(max_cp_size=6), r"max_cp_size is 6, expected one of \[1, 2, 4, 8\]"),
         (dict(max_cp_size=16), r"max_cp_size is 16, expected one of \[1, 2, 4, 8\]"),
         (dict(pp_size=0), "pp_size is 0, expected at least 1"),
-        (dict(cost=CostModel(1, 1, 1, (Exchange(4, 0, 0),))), "a group has 8 ranks, expected at"),
+        (
+            dict(cost=CostModel(1, 1, 1, (ExchangeCost(4, 0, 0),))),
+            "a group has 8 ranks, expected at",
+        ),
     ],
 )
 def test_plan_dynamic_cp_refuses(changed, message):

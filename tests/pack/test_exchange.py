@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import KINDS, TransferStats
-from pyrl_ext.pack.exchange import Exchange, shard_batch
+from pyrl_ext.pack.exchange import RowExchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
@@ -33,7 +33,7 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.step import Phase, Step
@@ -200,7 +200,7 @@ def refuses_other_numbers(group: dist.ProcessGroup) -> None:
         same, changed = (joined(step.scheduler.minibatches(i)) for i in (index, other))
         assert same.microbatches == changed.microbatches
         with pytest.raises(RuntimeError, match=r"ranks \[2\] got other samples or schedules"):
-            step.batch_of(Rollout(other, mine), lambda name: nullcontext())
+            step.batch_of(RolloutSamples(other, mine), lambda name: nullcontext())
     plan, topo, batch, index = rank_of_four(rank, range(4))
     other = replace(index, rewards=index.rewards + (rank == 2))
     shard, _ = shard_batch(batch, other, schedules_of(plan, index), plan, topo)
@@ -308,9 +308,9 @@ def of_ids(ids: list[int]) -> list[Sample]:
 
 
 def replace_place(group: Group, grid: int, plan: Plan, tp_rank: int) -> Any:
-    from pyrl_ext.parallel.topology import Place
+    from pyrl_ext.parallel.topology import RankCoords
 
-    return Place(group.cp_size, grid - group.first, None, plan.parallel.tp, tp_rank)
+    return RankCoords(group.cp_size, grid - group.first, None, plan.parallel.tp, tp_rank)
 
 
 def counted(moved: TransferStats) -> tuple[int, int]:
@@ -418,7 +418,7 @@ def test_part_of_cuts_microbatches_into_runs():
     index = BatchIndex.of(SAMPLES, depths=DEPTHS)
     for number, parts in ((1, [0]), (2, [0, 1]), (9, [0, 0, 1, 1, 2, 2, 3, 3, 3])):
         schedule = Schedule(1, ((Group(0, 1, ()),),) * number)
-        exchange = Exchange(index, schedule, [RankRole()], 8)
+        exchange = RowExchange(index, schedule, [RankRole()], 8)
         assert [exchange.part_of(each) for each in range(number)] == parts
         assert len(exchange.of(0)[1]["tokens"].cuts) == 1 + len({*parts})
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from benchmarks.end_to_end import index_of, microbatch, shard_at
 from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
-from pyrl_ext.pack.exchange import Exchange, columns_of
+from pyrl_ext.pack.exchange import RowExchange, columns_of
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import RankRole
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from tests.helpers.late_upload import LateUpload
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows
@@ -27,7 +27,7 @@ from tests.helpers.tiny import random_batch
 pytestmark = pytest.mark.multiprocess
 
 PLACES = [
-    Place(cp, cp_rank, tp_size=tp, tp_rank=tp - 1)
+    RankCoords(cp, cp_rank, tp_size=tp, tp_rank=tp - 1)
     for cp in (1, 2, 4)
     for cp_rank in range(cp)
     for tp in (1, 2)
@@ -65,14 +65,14 @@ def test_of_takes_the_rows_of_its_place(place, tile_rows):
 IDS = ((4, 0), (5,), (1, 3), (2,))  # samples of each microbatch; two in each minibatch
 
 
-def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[int]]:
+def shard_on_its_way(batch: WholeBatch, place: RankCoords) -> tuple[BatchShard, list[int]]:
     """A shard of four microbatches whose rows come when one is waited for, and the numbers of those
     that were."""
     microbatches = tuple((Group(0, place.cp_size, ids),) for ids in IDS)
     schedule = Schedule(place.cp_size, microbatches)
     index = index_of(batch, depths=2)
     role = RankRole(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids)
-    exchange = Exchange(index, schedule, [role], 8)
+    exchange = RowExchange(index, schedule, [role], 8)
     asked = list[int]()
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
@@ -160,11 +160,11 @@ TOGETHER = (0, 3, 4)  # samples whose rows two ranks share
 def test_of_reads_no_copy_before_it_arrived(depths):
     """Copies run on another stream than the kernels that make wider types of them: without a wait
     these read what was in that memory before."""
-    shard = shard_at(random_batch(6), range(6), Place(), depths)
+    shard = shard_at(random_batch(6), range(6), RankCoords(), depths)
     upload = LateUpload()
-    late = Microbatch.of(shard, 0, Place(), depths, upload)
+    late = Microbatch.of(shard, 0, RankCoords(), depths, upload)
     upload.arrive()
-    now = Microbatch.of(shard, 0, Place(), depths)
+    now = Microbatch.of(shard, 0, RankCoords(), depths)
     for name in ("tokens", "targets", "positions"):
         assert torch.equal(getattr(late, name), getattr(now, name)), name
     assert late.inputs is not None and now.inputs is not None
@@ -186,7 +186,7 @@ def over_sequences(batch: WholeBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def means_on_a_rank(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """(rows, mean of each row's sequence, gradient of their weighted squares) of a rank."""
     batch = random_batch(6)
-    place = Place(2, group.rank(), group)
+    place = RankCoords(2, group.rank(), group)
     shard = shard_at(batch, TOGETHER, place)
     rows = shard.rows.tokens
     tokens = np.bincount(shard.lengths.sample_of(np.flatnonzero(batch.loss_mask)), minlength=6)

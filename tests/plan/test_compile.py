@@ -172,7 +172,7 @@ def test_compile_plan_applies_overrides(small: Path):
     assert (plan.world_size, plan.optimizer.lr, plan.replay.enabled) == (2, 2e-4, False)
     assert plan.data.task_options == {"length": 5}
     assert compile_plan(small, ["replay.train=false"]).replay.old is True
-    # an override may mend what the file has wrong
+    # an override may fix what the file has wrong
     assert compile_plan(small, ["model.tokenizer=a/b"]).tokenizer_path == "a/b"
 
 

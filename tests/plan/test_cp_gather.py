@@ -6,7 +6,7 @@ import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import layer
-from pyrl_ext.plan.forecast.compute_time import Part, Work, chunk_parts
+from pyrl_ext.plan.forecast.compute_time import ChunkWork, Work, chunk_parts
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import GroupedQuery
 from pyrl_ext.plan.model.hardware import GPUS
@@ -23,7 +23,7 @@ def glm47(*overrides: str) -> Plan:
     return compile_plan(CONFIGS / "glm47.yaml", [*FITS, *overrides])
 
 
-def gather_parts(plan: Plan, cp: int, work: Work, layers: int) -> list[Part]:
+def gather_parts(plan: Plan, cp: int, work: Work, layers: int) -> list[ChunkWork]:
     """Work of the first `layers` layers that `cp` ranks have because they share a sequence."""
     chunk = ModelChunk(False, tuple(range(layers)), 0, False)
     parts = chunk_parts(plan, GPUS["H100"], chunk, cp, work)

@@ -14,7 +14,7 @@ from pyrl_ext.plan.forecast.items import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.groups import (
     Foreign,
-    Group,
+    RankGroup,
     communicators,
     foreign,
     groups_of,
@@ -30,7 +30,7 @@ END = ("end", ())  # comes after every group
 
 
 @cache
-def shipped(path: Path) -> tuple[tuple[Group, ...], ...]:
+def shipped(path: Path) -> tuple[tuple[RankGroup, ...], ...]:
     """By rank, its groups."""
     plan = compile_plan(path)
     return tuple(groups_of(plan, rank) for rank in range(plan.world_size))
@@ -47,7 +47,7 @@ def cycle_of(after: dict[tuple, set[tuple]]) -> list[tuple]:
     return sorted(left)
 
 
-def names_of(groups: tuple[Group, ...]) -> list[tuple]:
+def names_of(groups: tuple[RankGroup, ...]) -> list[tuple]:
     """The first role and the ranks of each, by which torch knows it."""
     return [(group.roles[0], group.ranks) for group in groups]
 
@@ -125,7 +125,7 @@ def test_messages_round_a_ring_have_a_communicator_for_each_pair():
 def test_groups_of_eight_ranks_are_one_group_for_all_its_roles():
     plan = compile_plan(GLM47)  # dp 8, ep 8, a distributed optimizer
     alone, everyone, engine = groups_of(plan, 3)
-    assert engine == Group((0, 1, 2, 3), ("engine",), on_device=False)  # of vLLM's tp 4
+    assert engine == RankGroup((0, 1, 2, 3), ("engine",), on_device=False)  # of vLLM's tp 4
     assert (alone.ranks, alone.communicators) == ((3,), 0)
     assert everyone.ranks == tuple(range(8)) and everyone.communicators == 1
     assert {"llm dp_cp", "llm ep", "llm tp_ep", "llm intra_dist_opt"} < {*everyone.roles}

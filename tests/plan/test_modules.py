@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.compute_time import Spent, encoder_seconds
-from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoders
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.suggest import suggest
@@ -27,7 +27,7 @@ from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
-from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
+from pyrl_ext.schedule.pipeline import EncoderPipeline, PipelineSlot, ahead_of, pipeline
 from tests.helpers.configs import CONFIGS
 from tests.helpers.plan_pages import time_of
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
@@ -41,7 +41,7 @@ def plan_of(*overrides: str) -> Plan:
     return compile_plan(QWEN3_VL, overrides)
 
 
-def encoder_of(hf: dict[str, Any], pp: int) -> Encoder:
+def encoder_of(hf: dict[str, Any], pp: int) -> EncoderForecast:
     """The encoder of a small model; only its sizes are asked for."""
     plan = plan_of("modules.vision.parallel.pp=2").model_copy(update={"hf": hf})
     vars(plan).pop("sizes", None)
@@ -49,7 +49,7 @@ def encoder_of(hf: dict[str, Any], pp: int) -> Encoder:
     module = plan.modules["vision"].model_copy(update={"parallel": parallel})
     model = plan.model.model_copy(update={"family": hf["model_type"]})
     changed = {"modules": {"vision": module}, "model": model}
-    return Encoder(plan.model_copy(update=changed), "vision")
+    return EncoderForecast(plan.model_copy(update=changed), "vision")
 
 
 def test_compile_refuses_an_encoder_of_a_model_of_text():
@@ -78,7 +78,7 @@ def test_encoder_flops_equal_torchs_count(hf: dict[str, Any]):
     for pp in (1, 2):
         encoder = encoder_of(hf, pp)
         estimate = encoder.plan.estimate.model_copy(update={"image_patches": 24})
-        encoder = Encoder(encoder.plan.model_copy(update={"estimate": estimate}), "vision")
+        encoder = EncoderForecast(encoder.plan.model_copy(update={"estimate": estimate}), "vision")
         ours = 3 * 24 * encoder.patch_flops
         assert ours == counter.get_total_flops()
 
@@ -86,14 +86,14 @@ def test_encoder_flops_equal_torchs_count(hf: dict[str, Any]):
 # Both pipelines on one timeline ------------------------------------------------------------------
 
 
-def end_of(slots: list[Slot]) -> float:
+def end_of(slots: list[PipelineSlot]) -> float:
     return max(slot.end for slot in slots)
 
 
 @pytest.mark.parametrize(("before", "pp"), [*product((1, 2, 3), (1, 2, 4))])
 def test_pipeline_with_an_encoder_is_as_fast_as_one_that_is_longer(before: int, pp: int):
     """With stages that all take the same, an encoder is like so many more stages of one model."""
-    ahead = Ahead(before, ahead_of(pp, None), 1.0, 2.0)
+    ahead = EncoderPipeline(before, ahead_of(pp, None), 1.0, 2.0)
     for number in (1, 3, 8):
         joined = pipeline(pp, 1, number, 1.0, 2.0, encoder=ahead)
         assert end_of(joined) == end_of(pipeline(before + pp, 1, number, 1.0, 2.0))
@@ -103,7 +103,7 @@ def test_pipeline_with_an_encoder_is_as_fast_as_one_that_is_longer(before: int, 
 def test_pipeline_waits_for_a_slow_encoder_and_not_for_a_fast_one():
     alone = end_of(pipeline(2, 1, 8, 1.0, 2.0))
     ends = {
-        pace: end_of(pipeline(2, 1, 8, 1.0, 2.0, encoder=Ahead(1, 2, pace, 2 * pace)))
+        pace: end_of(pipeline(2, 1, 8, 1.0, 2.0, encoder=EncoderPipeline(1, 2, pace, 2 * pace)))
         for pace in (0.01, 1.0, 5.0)
     }
     assert alone < ends[0.01] < alone + 0.1
@@ -116,7 +116,7 @@ def test_pipeline_waits_for_a_slow_encoder_and_not_for_a_fast_one():
 def test_in_flight_is_what_the_schedule_keeps(pp: int, vpp: int | None, before: int):
     parallel = Parallel(pp=pp, vpp=vpp)
     number = 8 * pp
-    ahead = Ahead(before, ahead_of(parallel.pp, parallel.vpp), 1.0, 2.0)
+    ahead = EncoderPipeline(before, ahead_of(parallel.pp, parallel.vpp), 1.0, 2.0)
     slots = pipeline(pp, vpp or 1, number, 1.0, 2.0, encoder=ahead)
     for stage in range(before):
         held = most = 0
@@ -128,10 +128,10 @@ def test_in_flight_is_what_the_schedule_keeps(pp: int, vpp: int | None, before: 
 
 
 def test_pipeline_of_a_frozen_encoder_has_no_backward_passes():
-    slots = pipeline(2, 2, 4, 1.0, 2.0, encoder=Ahead(2, 5, 1.0, None))
+    slots = pipeline(2, 2, 4, 1.0, 2.0, encoder=EncoderPipeline(2, 5, 1.0, None))
     assert {slot.kind for slot in slots if slot.rank < 0} == {"F"}
     assert len(slots) == 2 * 4 + 2 * 2 * 2 * 4
-    forward = pipeline(2, 1, 4, 1.0, None, encoder=Ahead(1, 2, 1.0, 2.0))
+    forward = pipeline(2, 1, 4, 1.0, None, encoder=EncoderPipeline(1, 2, 1.0, 2.0))
     assert end_of(forward) == 6 and {slot.kind for slot in forward} == {"F"}
 
 
@@ -253,7 +253,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
     overrides = f"parallel.pp={pp}", f"parallel.vpp={vpp or 'null'}", "hardware.gpu=null"
     (encoder,) = encoders(plan_of(*SHARED, *overrides))
     held = most = 0
-    inside = Ahead(0, ahead_of(pp, vpp), 1.0, 2.0)
+    inside = EncoderPipeline(0, ahead_of(pp, vpp), 1.0, 2.0)
     for slot in pipeline(pp, vpp or 1, 8 * pp, 1.0, 2.0, encoder=inside):
         if slot.rank == slot.chunk == 0:
             held += 1 if slot.kind == "F" else -1

@@ -24,7 +24,7 @@ from pyrl_ext.parallel.offload import storage_bytes
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.phases import Offloadable
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import gpu_double, passes
 from tests.helpers.gpu_double import AT_ONCE, EARLY, LATE
@@ -289,7 +289,7 @@ def run_offloaded(order: str, between: Callable[[Policy], None]) -> list[Any]:
         return trained(seen, topo, plan, between=between)
 
 
-def away_and_back(owner: Policy | Module) -> None:
+def away_and_back(owner: Policy | TrainedModule) -> None:
     before = LEDGER.live
     freed = sum(owner.offload(part) for part in PARTS)
     assert LEDGER.live == before - freed

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.end_to_end import shard_at
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from tests.helpers.tiny import EXPERTS, LAYERS, TOPK, random_batch
@@ -20,7 +20,7 @@ def routes_of(rows, layers, missing=(), device="cpu"):
     mask = torch.tensor([row not in missing for row in range(len(BATCH.tokens))])
     upload = Upload(torch.device(device))
     batch = BATCH.with_(route_mask=mask)
-    shard = shard_at(batch, range(3), Place())
+    shard = shard_at(batch, range(3), RankCoords())
     routes = RoutedExperts.of(shard, torch.tensor(rows), layers, EXPERTS, TOPK, upload)
     upload.arrive()
     return batch, routes

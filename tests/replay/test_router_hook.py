@@ -11,7 +11,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.trainer.policy import Policy
@@ -138,8 +138,8 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
 
     plan = tiny_plan()
     batch = random_batch(4, unrouted=0.3)
-    shard = shard_at(batch, range(4), Place(), tile_rows=16)
-    micro = Microbatch.of(shard, 0, Place())
+    shard = shard_at(batch, range(4), RankCoords(), tile_rows=16)
+    micro = Microbatch.of(shard, 0, RankCoords())
     rows = micro.rows.tolist()
     assert min(rows) < 0 and not batch.route_mask.all()
     with topology.start(plan) as topo:
@@ -261,11 +261,11 @@ def test_prepare_refuses_missing_layers():
 
 
 def test_replay_refuses_a_fused_router():
-    from pyrl_ext.replay.router_hook import Replay
+    from pyrl_ext.replay.router_hook import ReplayRouters
 
     plan = tiny_plan()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         policy.llm.config.moe_router_fusion = True
         with pytest.raises(RuntimeError, match="return before the replay hook"):
-            Replay(policy.llm.chunks, topo.device)
+            ReplayRouters(policy.llm.chunks, topo.device)

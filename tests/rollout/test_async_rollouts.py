@@ -18,8 +18,8 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.async_rollouts import Ahead
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
+from pyrl_ext.rollout.async_rollouts import AsyncRollouts
+from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples
 from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -54,7 +54,7 @@ class Run:
         self.engine = engine
         self.scored: set[str] = set()
         self.begun: dict[int, int] = {}  # step -> step in which it began
-        self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group, self.waits)
+        self.ahead = AsyncRollouts(plan, engine, self.request_of, self.scorer, group, self.waits)
         self.step = -1
         self.others = {*threading.enumerate()}
 
@@ -85,8 +85,8 @@ class Run:
 
     def steps(
         self, first: int = 0, before: Callable[[], None] = lambda: None
-    ) -> list[tuple[Rollout, dict[str, float]]]:
-        found = list[tuple[Rollout, dict[str, float]]]()
+    ) -> list[tuple[RolloutSamples, dict[str, float]]]:
+        found = list[tuple[RolloutSamples, dict[str, float]]]()
         for step in range(first, self.plan.steps):
             self.step = step
             before()
@@ -96,7 +96,7 @@ class Run:
         return found
 
 
-def groups_of(rollout: Rollout) -> list[int]:
+def groups_of(rollout: RolloutSamples) -> list[int]:
     return [*dict.fromkeys(rollout.index.groups.tolist())]
 
 

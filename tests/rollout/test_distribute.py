@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pyrl_ext.data.rewards import WorkerReward, score
 from pyrl_ext.parallel.collective_errors import gather_objects
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import assert_same, random_sample
@@ -130,7 +130,7 @@ def judge_fails(samples: list[Sample]) -> list[Sample]:
     raise ZeroDivisionError(f"{len(samples)} samples")
 
 
-def whole(rollout: Rollout, group: dist.ProcessGroup) -> list[Sample]:
+def whole(rollout: RolloutSamples, group: dist.ProcessGroup) -> list[Sample]:
     """The samples of all ranks in the order of the index, and that the index describes them."""
     index = rollout.index
     found: list[Sample | None] = [None] * len(index)
@@ -244,7 +244,7 @@ class Held:
         first = self.rank // 2 * 2
         self.holders: Any = dist.new_group([first, first + 1], use_local_synchronization=True)
 
-    def generate(self, engine: Engine, judge: Any) -> Rollout:
+    def generate(self, engine: Engine, judge: Any) -> RolloutSamples:
         request = asked(range(7), 5)
         return generate_on_ranks(engine, request, judge, self.group, ENGINES, holders=self.holders)
 

@@ -11,7 +11,7 @@ import pytest
 from pyrl_ext import train
 from pyrl_ext.data.prompts import PromptSource
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.dynamic_sampling import fill, stream_step
 from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Prompt, Sample
@@ -44,13 +44,13 @@ class Stream:
         self.asked: list[int] = []
         self.found: list[int] = []
 
-    def ask(self, number: int, asked: int, found: int) -> Rollout:
+    def ask(self, number: int, asked: int, found: int) -> RolloutSamples:
         assert number == len(self.asked)
         first = sum(self.asked)
         self.asked.append(asked)
         self.found.append(found)
         samples = [s for group in self.groups[first : first + asked] for s in group]
-        return Rollout(BatchIndex.of(samples), samples)
+        return RolloutSamples(BatchIndex.of(samples), samples)
 
 
 def varied(groups: list[list[Sample]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""How far engines look ahead, step by step."""
+"""Steps that engines generate ahead, step by step."""
 
 from pyrl_ext.schedule.look_ahead import SPARE, LookAhead
 

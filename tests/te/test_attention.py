@@ -14,7 +14,7 @@ from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.te_attention import TEAttention
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.parallel import topology
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, tiny_plan
@@ -72,8 +72,8 @@ def attentions(shape: Shape, way: str) -> Iterator[Any]:
         )
 
 
-def off(shape: Shape, way: str, place: Place) -> list[float]:
-    """How far TransformerEngine's output and gradients are from ours, by their norms."""
+def off(shape: Shape, way: str, place: RankCoords) -> list[float]:
+    """Relative error of TransformerEngine's output and gradients against ours, by their norms."""
     layout = TokenLayout(SEQLENS, cp_size=place.cp_size)
     g = torch.Generator().manual_seed(0)
     total = sum(layout.padded_seqlens)
@@ -124,7 +124,7 @@ def on_rank(group) -> dict:
     cpu.install()
     size = group.size()
     rank = group.rank()
-    place = Place(size, rank, group if size > 1 else None)
+    place = RankCoords(size, rank, group if size > 1 else None)
     ways = [*WAYS][: None if size > 1 else 1]
     return {(name, way): off(shape, way, place) for name, shape in SHAPES.items() for way in ways}
 

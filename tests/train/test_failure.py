@@ -1,4 +1,4 @@
-"""How a run that fails ends: with a message, and never with exit code 0."""
+"""The end of a failed run: a message, and never exit code 0."""
 
 import json
 import subprocess

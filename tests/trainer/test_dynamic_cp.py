@@ -20,7 +20,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import passes
@@ -160,12 +160,12 @@ def test_update_has_one_answer_for_samples_of_any_lengths(ranks: int, tmp_path: 
 # Bad samples -------------------------------------------------------------------------------------
 
 
-def rollout_of(samples: list[Sample], owners: list[int], rank: int) -> Rollout:
+def rollout_of(samples: list[Sample], owners: list[int], rank: int) -> RolloutSamples:
     """The samples, each owned by a rank, as `generate_on_ranks` returns them."""
     parts = [[s for s, o in zip(samples, owners, strict=True) if o == r] for r in range(2)]
     index = [BatchIndex.of(part, owner) for owner, part in enumerate(parts)]
     groups = list(dict.fromkeys(s.prompt_id for s in samples))
-    return Rollout(BatchIndex.joined(index, groups), parts[rank])
+    return RolloutSamples(BatchIndex.joined(index, groups), parts[rank])
 
 
 def sample(prompt: int, prompt_len: int, response_len: int) -> Sample:
@@ -174,30 +174,30 @@ def sample(prompt: int, prompt_len: int, response_len: int) -> Sample:
     return replace(found, routes=None, layer_ids=(), route_mask=none)
 
 
-def good(rank: int) -> Rollout:
+def good(rank: int) -> RolloutSamples:
     return rollout_of([sample(i, 3, 5) for i in range(4)], [0, 1, 0, 1], rank)
 
 
-def too_long(rank: int) -> Rollout:
+def too_long(rank: int) -> RolloutSamples:
     return rollout_of([sample(0, 3, 5), sample(1, 20, 40)], [0, 1], rank)
 
 
-def without_response(rank: int) -> Rollout:
+def without_response(rank: int) -> RolloutSamples:
     return rollout_of([sample(0, 3, 5), sample(1, 4, 0)], [0, 1], rank)
 
 
-def without_rows(rank: int) -> Rollout:
+def without_rows(rank: int) -> RolloutSamples:
     return rollout_of([sample(0, 3, 5), sample(1, 1, 0)], [0, 1], rank)
 
 
-def other_lengths(rank: int) -> Rollout:
+def other_lengths(rank: int) -> RolloutSamples:
     """Rank 1 believes that a sample of rank 0 is a row longer; the schedules are the same."""
     found = good(rank)
     seqlens = found.index.seqlens + np.array([rank, 0, 0, 0], np.int32)
     return replace(found, index=replace(found.index, seqlens=seqlens))
 
 
-def other_samples(rank: int) -> Rollout:
+def other_samples(rank: int) -> RolloutSamples:
     """Rank 1 holds a shorter sample than all ranks know."""
     found = good(rank)
     return replace(found, samples=[sample(1, 3, 4), *found.samples[1:]] if rank else found.samples)
@@ -208,7 +208,7 @@ EMPTY = (
     "rank 1: ValueError: Sample(prompt 1, sample 0): prompt_len 4 of 4 tokens, expected at least"
 )
 LACKS = "rank 1: ValueError: Step.batch_of: 2 samples with 13 rows, expected the 2 with 14 that all"
-BAD: list[tuple[Callable[[int], Rollout], str]] = [
+BAD: list[tuple[Callable[[int], RolloutSamples], str]] = [
     (too_long, LONG),
     (without_response, EMPTY),
     (without_rows, "sample 1 has 0 tokens, expected at least 1"),

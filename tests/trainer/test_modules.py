@@ -17,9 +17,9 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.plan.schema.layout import TrainedModule as ModuleKeys
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers.ranks import run_ranks
@@ -87,10 +87,10 @@ def gradient(weight: Tensor) -> Tensor:
 
 def build(layout: Layout, topo: Topology) -> Policy:
     """This rank's policy. A frozen one's ranks build an optimizer as well, for the others' sake."""
-    modules = dict[str, Module]()
+    modules = dict[str, TrainedModule]()
     for name, plan in (("llm", layout.plan), ("vision", layout.vision_plan)):
         if place := topo.of(name):
-            modules[name] = Module.build(name, plan, place)
+            modules[name] = TrainedModule.build(name, plan, place)
         elif layout.shared:
             join_build_optimizer(topo)
     if "vision" in modules and not layout.train:
@@ -122,7 +122,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
-def whole(module: Module) -> GatheredWeights:
+def whole(module: TrainedModule) -> GatheredWeights:
     """Its tensors, on its ranks alone."""
     planned = plan_buckets(module.plan, module.table, module=module.name)
     return GatheredWeights(planned, module.weights(), module.topo)
@@ -168,7 +168,7 @@ def alone(names: tuple[str, ...], steps: int) -> tuple[list[float], dict[str, Te
     """The norms, weights and first weights by torch's AdamW over all modules in one process."""
     layout = Layout((), {})
     with topology.start(layout._plan().model_copy(update={"modules": {}})) as topo:
-        first = dict(whole(Module.build("llm", tiny_plan(*OPTIONS), topo)))
+        first = dict(whole(TrainedModule.build("llm", tiny_plan(*OPTIONS), topo)))
     first = {
         f"{m}.{name}": tensor.clone() for m in ("llm", "vision") for name, tensor in first.items()
     }

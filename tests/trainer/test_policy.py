@@ -1,5 +1,5 @@
 """One answer under every layout: two rows of `make parity`, the loss scale, what an exception
-leaves behind, and that each mend of megatron-core is needed."""
+leaves behind, and that each fix of megatron-core is needed."""
 
 from collections import deque
 from unittest.mock import patch

@@ -22,9 +22,9 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout import rollouts
-from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.trainer import policy
-from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.configs import CONFIGS
@@ -45,7 +45,7 @@ def with_length(index: BatchIndex, sample: int, rows: int) -> BatchIndex:
     return replace(index, seqlens=lengths)
 
 
-def first_sample(rollout: Rollout, rank: int) -> Rollout:
+def first_sample(rollout: RolloutSamples, rank: int) -> RolloutSamples:
     """A batch of one sample, which its owner holds."""
     columns = {
         f.name: getattr(rollout.index, f.name)[:1]
@@ -53,10 +53,10 @@ def first_sample(rollout: Rollout, rank: int) -> Rollout:
         if isinstance(getattr(rollout.index, f.name), np.ndarray)
     }
     index = replace(rollout.index, **columns)
-    return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [])
+    return RolloutSamples(index, rollout.samples[:1] if index.owners[0] == rank else [])
 
 
-def scored(step: RolloutStep, clock: Clock) -> tuple[Rollout, BatchShard]:
+def scored(step: RolloutStep, clock: Clock) -> tuple[RolloutSamples, BatchShard]:
     """The first rollout, and its rows with log-probs."""
     step.sync_weights(0, clock)
     rollout = step.take(0, clock)
@@ -86,7 +86,7 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
         return found
 
 
-def without_loss_tokens(rollout: Rollout, groups: int) -> Rollout:
+def without_loss_tokens(rollout: RolloutSamples, groups: int) -> RolloutSamples:
     """The same samples; those of the first ``groups`` groups have nothing to train on."""
     index = rollout.index
     first = [*dict.fromkeys(index.groups.tolist())][:groups]
@@ -97,7 +97,7 @@ def without_loss_tokens(rollout: Rollout, groups: int) -> Rollout:
         else s
         for s in rollout.samples
     ]
-    return Rollout(replace(index, loss_tokens=tokens), samples)
+    return RolloutSamples(replace(index, loss_tokens=tokens), samples)
 
 
 class Skipped(NamedTuple):
@@ -219,7 +219,7 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
     held = list[tuple[str, int]]()
     plan = tiny_plan(*QUICK, "objective.kl_coef=0.1")
     engine = rollouts.build_engine
-    module = Module.build
+    module = TrainedModule.build
 
     def live_bytes() -> int:
         return sum(s.nbytes() for at, s in live_storages().items() if at not in before)
@@ -229,7 +229,7 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
         return build(*args)
 
     monkeypatch.setattr(rollouts, "build_engine", partial(built, "engine", engine))
-    monkeypatch.setattr(Module, "build", partial(built, "trainer", module))
+    monkeypatch.setattr(TrainedModule, "build", partial(built, "trainer", module))
     monkeypatch.setattr(Plan, "shares_gpus", True)
     weights = 4 * 303_424
     before = live_storages()  # held, so that none is freed while new ones are counted

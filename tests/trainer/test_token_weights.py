@@ -13,7 +13,7 @@ from benchmarks.end_to_end import shard_at
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.trainer.step import RolloutStep
 from pyrl_ext.trainer.token_weights import overlong, weigh_tokens
@@ -89,7 +89,7 @@ def test_weigh_tokens_gives_a_token_one_weight_however_its_trajectory_is_cut():
     batch = forms.drawn((12, 30, 9, 24, 5, 17))
     groups = [0, 0, 0, 1, 1, 1]
     bare = tiny_plan("rollout.max_new_tokens=8")
-    place = Place()
+    place = RankCoords()
     found = dict[tuple[str, str], dict[str, Tensor]]()
     metrics = dict[tuple[str, str], Any]()
     with topology.start(bare) as topo:

@@ -23,7 +23,7 @@ from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
-from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
@@ -314,7 +314,7 @@ def test_check_batch_averages_over_loss_tokens_alone(parts: Parts):
     batch = batch.with_(loss_mask=torch.arange(len(batch.tokens)) % 10 == 0)
     off = batch.rollout_logprobs + torch.where(batch.loss_mask, 0.2, 9.0)
 
-    shard = shard_at(batch, range(9), Place())
+    shard = shard_at(batch, range(9), RankCoords())
     common: dict[str, Any] = {"step": 3, "agreement": {}, "topo": parts.policy.topo}
     check.check_batch(shard, off, 0.21, dict, **common)
     with pytest.raises(RuntimeError, match=r"step 3: .* is 0\.2, expected at most 0\.19"):
@@ -328,7 +328,7 @@ def test_check_batch_compares_tokens_of_this_version_alone(parts: Parts):
     batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask), versions=2 + of_now.int())
     off = batch.rollout_logprobs + torch.where(of_now, 0.2, 9.0)
 
-    shard = shard_at(batch, range(9), Place())
+    shard = shard_at(batch, range(9), RankCoords())
     common: dict[str, Any] = {"agreement": {}, "topo": parts.policy.topo}
     check.check_batch(shard, off, 0.21, dict, step=3, **common)
     with pytest.raises(RuntimeError, match=r"is 0\.2, expected at most 0\.19"):

@@ -128,7 +128,7 @@ def differing(named: Any, folder: Path, plan: Plan) -> list[str]:
 
 
 def checked(plan: Plan, folder: Path) -> dict[str, Any]:
-    """How a publish went on this rank."""
+    """Result of a weight sync on this rank."""
     with passes.built(plan, trainable=False) as policy:
         found: dict[str, Any] = {"whole": differing(policy.weights(), folder, plan)}
         found["in given memory"] = differing(in_given_memory(policy.weights()), folder, plan)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pyrl_ext.loss.fused_head.chunking import CallPlan, plan_call
 from pyrl_ext.loss.fused_head.collectives import HiddenGrad, distribution_of, hidden_chunks
-from pyrl_ext.loss.fused_head.tiles import CachedLogits, Head
+from pyrl_ext.loss.fused_head.tiles import CachedLogits, HeadTiles
 from pyrl_ext.loss.sampling_mask import KeptSets
 
 LossOfChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -154,7 +154,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: CallPlan) -> tuple[Tensor, Tensor]:
-        head = Head(weight, call)
+        head = HeadTiles(weight, call)
         targets = call.targets
         scale = call.scale
         budget = call.cache_bytes if any(ctx.needs_input_grad) else 0
@@ -181,7 +181,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, targets, scale, top, log_sum, entropy, *flat = ctx.saved_tensors
         call = ctx.call
         vectors = (targets, scale, top, log_sum, entropy, *grads)
-        head = Head(weight, call)
+        head = HeadTiles(weight, call)
         cached = list(zip(flat[::2], flat[1::2], strict=True))
         hidden_grad = HiddenGrad(hidden, call)
         total = ctx.main_grad
@@ -209,7 +209,7 @@ class _LinearLogprobLoss(torch.autograd.Function):
         call: CallPlan,
         loss_fn: LossOfChunk,
     ) -> Tensor:
-        head = Head(weight, call)
+        head = HeadTiles(weight, call)
         targets = call.targets
         scale = call.scale
         tokens = call.order

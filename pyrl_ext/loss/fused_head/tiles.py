@@ -76,7 +76,7 @@ def _add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-class Head:
+class HeadTiles:
     """This rank's rows of the LM head, tile by tile."""
 
     def __init__(self, weight: Tensor, call: CallPlan):

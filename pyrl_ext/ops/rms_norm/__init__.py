@@ -4,7 +4,7 @@ Backends: triton, native (C++ threads with AVX-512, AVX2 or portable code chosen
 CUDA torch's fused kernels), reference (torch; float64 too). Everything is computed in float32 and
 rounded once.
 Gradient: to both inputs. It reads rows and gradient once, for the rows' and the weight's, and adds
-what reached the rows beside the norm (`rms_norm_residual`). The weight's is a sum over rows in an
+what reached the rows outside the norm (`rms_norm_residual`). The weight's is a sum over rows in an
 order that their number fixes: no atomics, the same bits for any number of threads. There is no
 second derivative.
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import sumprod
 from typing import Literal, NamedTuple
 
-from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoders
 from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.parameters import (
     adapters,
@@ -23,7 +23,7 @@ from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.model.hardware import Gpu, exchange_rate, group_rate
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.schedule.pipeline import Ahead, ahead_of, pipeline
+from pyrl_ext.schedule.pipeline import EncoderPipeline, ahead_of, pipeline
 
 # score: a forward pass for log-probs; forward, backward: the two passes of an update.
 Work = Literal["score", "forward", "backward"]
@@ -98,7 +98,7 @@ def added(costs: Iterable[Spent]) -> list[Spent]:
 # Work of a chunk --------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class ChunkWork(NamedTuple):
     """One kind of work of a model chunk on one rank."""
 
     name: str
@@ -160,19 +160,19 @@ class _Pass:
         gradient of the input, and one for that of the weight unless it is frozen."""
         return (2 - frozen if self.backward else 1) + self.again(name)
 
-    def flop(self, name: str, kind: str, row: float = 0, pair: float = 0) -> Part:
+    def flop(self, name: str, kind: str, row: float = 0, pair: float = 0) -> ChunkWork:
         """Operations; in 8 bits where the plan has 8-bit products."""
         fp8 = self.plan.model.fp8 is not None and kind in ("projections", "grouped experts")
         peak = self.gpu.flops["fp8" if fp8 else self.plan.model.dtype]
-        return Part(name, "fp8" if fp8 else kind, peak, row, pair)
+        return ChunkWork(name, "fp8" if fp8 else kind, peak, row, pair)
 
-    def sent(self, name: str, size: int, stride: int, row: float, kind: str = "ring") -> Part:
+    def sent(self, name: str, size: int, stride: int, row: float, kind: str = "ring") -> ChunkWork:
         """Bytes that a rank sends for a row in a group of `size` ranks `stride` apart."""
         peak = group_rate(self.gpu, self.plan.hardware.gpus_per_node, size, stride)
-        return Part(name, kind, peak, row)
+        return ChunkWork(name, kind, peak, row)
 
 
-def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) -> list[Part]:
+def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) -> list[ChunkWork]:
     """All work of one rank for one microbatch of a model chunk; `cp` ranks share a sequence."""
     if work == "score":
         chunk = replace(chunk, mtp=0)  # MTP layers are only trained
@@ -181,7 +181,7 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
     return [*parts, *_shared_sequences(one)] if cp > 1 else parts
 
 
-def _products(of: _Pass) -> Iterator[Part]:
+def _products(of: _Pass) -> Iterator[ChunkWork]:
     forward = chunk_flops(of.plan.sizes, of.chunk)
     frozen = of.plan.lora is not None
     projections = forward.projections * of.times("projections", frozen) / of.ranks
@@ -194,7 +194,7 @@ def _products(of: _Pass) -> Iterator[Part]:
     yield _head(of, forward.head / of.ranks)
 
 
-def _head(of: _Pass, each: float) -> Part:
+def _head(of: _Pass, each: float) -> ChunkWork:
     """The output projection: 6 T V H operations of an update if logits are kept or the loss is
     computed in the chunk, 8 if they are recomputed; 2 fewer without a gradient of the weight. A
     fused head scores only tokens with a loss, unless the loss function is the user's."""
@@ -213,10 +213,10 @@ def _head(of: _Pass, each: float) -> Part:
         backward = 0.0
     amount = each * (backward if of.backward else forward)
     peak = of.gpu.flops[plan.model.dtype]
-    return Part("head", "head", peak, row=amount * every, scored=amount * (not every))
+    return ChunkWork("head", "head", peak, row=amount * every, scored=amount * (not every))
 
 
-def _traffic(of: _Pass) -> Iterator[Part]:
+def _traffic(of: _Pass) -> Iterator[ChunkWork]:
     """Memory traffic of adapters, between matrix products, and of the weights. An adapter reads its
     linear's input and adds to its output, which bounds it until ranks are of hundreds."""
     plan = of.plan
@@ -226,7 +226,7 @@ def _traffic(of: _Pass) -> Iterator[Part]:
     for linear, rank in adapters(plan, sizes.kinds_in(of.chunk)):
         times = of.times("experts") * sizes.topk if linear.experts else of.times("projections")
         moved += times * (linear.inputs + 3 * linear.outputs + 2 * rank)
-    yield Part("adapters", "memory", of.gpu.bandwidth, width * moved / of.ranks)
+    yield ChunkWork("adapters", "memory", of.gpu.bandwidth, width * moved / of.ranks)
     # a block has a norm and a residual sum; attention rotates queries and keys
     elements = 5 * sizes.hidden_size * of.blocks.total()
     if sizes.rotary_width:
@@ -245,10 +245,10 @@ def _traffic(of: _Pass) -> Iterator[Part]:
         trained = rank_parameters(plan, trained_parameters(plan, of.chunk)).total
         read += (2 * width + 8) * trained
     row = width * elements * times / of.ranks
-    yield Part("memory", "memory", of.gpu.bandwidth, row, fixed=read)
+    yield ChunkWork("memory", "memory", of.gpu.bandwidth, row, fixed=read)
 
 
-def _exchanged(of: _Pass) -> Iterator[Part]:
+def _exchanged(of: _Pass) -> Iterator[ChunkWork]:
     """Bytes that a rank sends in a pass to tensor- and expert-parallel ranks."""
     parallel = of.plan.parallel
     sizes = of.plan.sizes
@@ -267,11 +267,11 @@ def _exchanged(of: _Pass) -> Iterator[Part]:
     copies = 2 * times * routers * sizes.topk * hidden / of.ranks  # to their experts and back
     if ep > 1:
         peak = exchange_rate(of.gpu, of.plan.hardware.gpus_per_node, ep, etp)
-        yield Part("expert parallel", "exchange", peak, copies * (ep - 1) / ep)
+        yield ChunkWork("expert parallel", "exchange", peak, copies * (ep - 1) / ep)
     yield of.sent("expert tensor parallel", etp, 1, copies * (etp - 1))
 
 
-def _shared_sequences(of: _Pass) -> Iterator[Part]:
+def _shared_sequences(of: _Pass) -> Iterator[ChunkWork]:
     """Work because `cp` ranks share a sequence: attention gathers latents, or keys and values (an
     all-gather forward, a reduce-scatter backward); mixers with a state exchange rows for heads."""
     plan = of.plan
@@ -361,13 +361,13 @@ def _waits(
             yield Spent(f"wait for {encoder.name}", share, "%", joined - alone, why)
 
 
-def _ahead(encoder: Encoder, gpu: Gpu, patches: float, back: int) -> Ahead:
+def _ahead(encoder: EncoderForecast, gpu: Gpu, patches: float, back: int) -> EncoderPipeline:
     """An encoder's passes, before the first stage or inside it. `back`: forward passes in the time
     of a backward pass."""
     own = encoder.parallel.pp
     parallel = encoder.plan.parallel
     took = [encoder_seconds(encoder, gpu, patches, stage) for stage in range(own)]
-    return Ahead(
+    return EncoderPipeline(
         0 if encoder.shared else own,
         ahead_of(parallel.pp, parallel.vpp),
         lambda stage, *_: took[stage],
@@ -375,7 +375,7 @@ def _ahead(encoder: Encoder, gpu: Gpu, patches: float, back: int) -> Ahead:
     )
 
 
-def encoder_seconds(encoder: Encoder, gpu: Gpu, patches: float, stage: int) -> float:
+def encoder_seconds(encoder: EncoderForecast, gpu: Gpu, patches: float, stage: int) -> float:
     """Seconds of a stage's forward pass over `patches` on a rank."""
     peak = gpu.flops[encoder.plan.model.dtype]
     products, scores = encoder.flops(stage)
@@ -386,7 +386,7 @@ def encoder_seconds(encoder: Encoder, gpu: Gpu, patches: float, stage: int) -> f
 class Priced(NamedTuple):
     """The work of a chunk."""
 
-    parts: list[Part]
+    parts: list[ChunkWork]
     rates: list[float]
     """Seconds for a row, a pair, a scored row and a microbatch."""
 
@@ -425,7 +425,7 @@ class Passes:
         self,
         rounds: Sequence[tuple[int, Bin]],
         works: Sequence[Work],
-        encoder: Ahead | None = None,
+        encoder: EncoderPipeline | None = None,
     ) -> float:
         """Seconds until the last rank has finished all (cp, bin), with an encoder if given."""
         parallel = self.plan.parallel

@@ -20,7 +20,7 @@ from pyrl_ext.schedule.pipeline import ahead_of
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderForecast:
     """One module of a plan that encodes images."""
 
     plan: Plan
@@ -172,12 +172,12 @@ class Encoder:
         return (3 if self.module.train else 1) * self.patch_flops * self.step_patches
 
 
-def encoders(plan: Plan) -> list[Encoder]:
+def encoders(plan: Plan) -> list[EncoderForecast]:
     """The encoders of a plan; a rule refuses modules of a model that has no tower."""
-    return [Encoder(plan, name) for name in plan.modules if plan.sizes.vision]
+    return [EncoderForecast(plan, name) for name in plan.modules if plan.sizes.vision]
 
 
-def encoder_stages(plan: Plan) -> Iterator[tuple[Encoder, int]]:
+def encoder_stages(plan: Plan) -> Iterator[tuple[EncoderForecast, int]]:
     """(encoder, its stage) of every pipeline stage on dedicated ranks, in order."""
     for encoder in encoders(plan):
         if not encoder.shared:

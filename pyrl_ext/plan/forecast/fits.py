@@ -1,4 +1,4 @@
-"""Whether a plan fits the memory of its GPUs: for certain, and by estimate."""
+"""Comparison of a plan's memory with that of its GPUs: lower bound, and estimate."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Item:
     phases: tuple[str, ...]
     """Phases in which they are held, of `START` and `MEMORY_PHASES`."""
     why: str
-    """How the number is computed, or what the estimate assumes."""
+    """Formula of the number, or assumption of the estimate."""
     exact: bool = True
     """Computed from tensor shapes; False: estimated."""
     host: bool = False

@@ -12,7 +12,12 @@ from pyrl_ext.plan.forecast.activations import (
     mixer_scratch,
     stage_activations,
 )
-from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoder_stages, encoders
+from pyrl_ext.plan.forecast.encoder import (
+    EncoderForecast,
+    encoder_parameters,
+    encoder_stages,
+    encoders,
+)
 from pyrl_ext.plan.forecast.engine_memory import engine_items
 from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
 from pyrl_ext.plan.forecast.parameters import (
@@ -119,7 +124,7 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield from context(plan, plan.grids["llm"].rank_of(pp=stage))
 
 
-def _encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
+def _encoder_items(encoder: EncoderForecast, stage: int) -> Iterator[Item]:
     """A stage of an encoder: no optimizer state, gradients or saved activations where it is
     frozen. On ranks of the language model, names of the items tell whose they are."""
     plan = encoder.plan

@@ -11,7 +11,7 @@ from pyrl_ext.plan.forecast.compute_time import Spent, reached
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
 from pyrl_ext.plan.forecast.engine_memory import state_bytes
 from pyrl_ext.plan.forecast.flops import model_flops
-from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.forecast.workload import SampleLength, step_samples
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import Gpu, group_rate, memory_limit
@@ -91,7 +91,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         yield Spent.at("tensor parallel", sent, "ring", peak)
 
 
-def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[Sample], list[int]]:
+def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[SampleLength], list[int]]:
     """(samples, lengths of their prompts) of one engine: samples are dealt out one by one to vLLM
     engines, by whole groups to embedded ones."""
     samples = step_samples(plan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, added, pass_costs
-from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoders
+from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import update_flops
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import (
@@ -46,7 +46,7 @@ class StepTime:
     error: ClassVar[str] = (
         "never compared with a run on GPUs: the shares of the data sheets' rates are assumptions"
     )
-    """How far estimates were off where they were compared with runs."""
+    """Errors of estimates that were compared with runs."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _image_rows(plan: Plan, gpu: Gpu, parts: int, back: bool = False) -> Iterato
 
 
 def _gradients(
-    plan: Plan, gpu: Gpu, trained: Parameters, towers: list[Encoder], last: float
+    plan: Plan, gpu: Gpu, trained: Parameters, towers: list[EncoderForecast], last: float
 ) -> Iterator[Spent]:
     """Float32 gradients are summed over the ranks that hold the same weights, and with a
     distributed optimizer the updated weights are gathered.

@@ -14,7 +14,7 @@ from pyrl_ext.schedule.cp_sizes import cp_sizes
 from pyrl_ext.schedule.packing import pack_samples
 
 
-class Sample(NamedTuple):
+class SampleLength(NamedTuple):
     """One sequence: tokens of its prompt and of its response."""
 
     prompt: int
@@ -46,7 +46,7 @@ class Round(NamedTuple):
     bins: tuple[Bin, ...]
 
 
-def step_samples(plan: Plan) -> tuple[Sample, ...]:
+def step_samples(plan: Plan) -> tuple[SampleLength, ...]:
     """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
     and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically."""
     estimate = plan.estimate
@@ -69,10 +69,12 @@ Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarith
 
 
 @lru_cache(maxsize=8)
-def _samples(prompts: int, each: int, prompt: Lognormal, response: Lognormal) -> tuple[Sample, ...]:
+def _samples(
+    prompts: int, each: int, prompt: Lognormal, response: Lognormal
+) -> tuple[SampleLength, ...]:
     asked = _mixed(quantiles(prompts, *prompt))
     answered = _mixed(quantiles(prompts * each, *response))
-    return tuple(Sample(asked[i // each], length) for i, length in enumerate(answered))
+    return tuple(SampleLength(asked[i // each], length) for i, length in enumerate(answered))
 
 
 def quantiles(count: int, mean: float, spread: float, most: int) -> list[int]:
@@ -114,7 +116,7 @@ def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
 
 @lru_cache(maxsize=512)
 def _rounds(
-    samples: tuple[Sample, ...],
+    samples: tuple[SampleLength, ...],
     dp: int,
     tp: int,
     cp: int,
@@ -127,7 +129,7 @@ def _rounds(
     units = {cp: alignment(tp, cp, tile_rows)}
     if dynamic is not None:
         units = {size: alignment(tp, size, tile_rows) for size in cp_sizes(dp * cp, cp, dynamic)}
-    classes: dict[int, list[Sample]] = {}
+    classes: dict[int, list[SampleLength]] = {}
     for sample in samples:
         fitting = (s for s, unit in units.items() if _padded(sample.rows, unit) <= limit * s)
         classes.setdefault(next(fitting, max(units)), []).append(sample)
@@ -138,7 +140,7 @@ def _rounds(
     )
 
 
-def _pack(samples: Sequence[Sample], cp: int, dp: int, limit: int, align: int) -> list[Round]:
+def _pack(samples: Sequence[SampleLength], cp: int, dp: int, limit: int, align: int) -> list[Round]:
     loads = [_padded(sample.rows, align) for sample in samples]
     # a sample beyond the limit runs alone, so that a plan that breaks this rule can be priced
     table = pack_samples(loads, dp, max(limit, *loads))

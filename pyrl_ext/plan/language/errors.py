@@ -1,4 +1,4 @@
-"""How problems are worded: pydantic's errors and unknown keys as sentences to act on."""
+"""Messages for pydantic's errors and for unknown keys."""
 
 from __future__ import annotations
 

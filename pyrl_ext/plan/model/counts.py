@@ -20,7 +20,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Parameters(Sums):
-    """Parameter counts of parts, told apart by how they are split over ranks."""
+    """Parameter counts of parts, separated by how they are split over ranks."""
 
     replicated: int = 0
     """Norms and routers: whole on every tensor-parallel rank."""
@@ -162,5 +162,5 @@ def head_parameters(sizes: ModelSizes) -> Parameters:
 
 
 def parameters(sizes: ModelSizes) -> Parameters:
-    """Parameters of the whole model, layers for multi-token prediction apart."""
+    """Parameters of the whole model, without layers for multi-token prediction."""
     return sum(layers(sizes), embedding_parameters(sizes) + head_parameters(sizes))

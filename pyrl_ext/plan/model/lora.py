@@ -20,14 +20,14 @@ class Linear(NamedTuple):
     inputs: int
     outputs: int
     cut: Literal["rows", "columns", "whole"]
-    """How tensor-parallel ranks split W."""
+    """Split of W over tensor-parallel ranks."""
     input: str
     """The tensor that it reads, which linears may share."""
     experts: int = 0
     """Number of routed experts that have one each; 0: it is not theirs."""
 
 
-class Factor(NamedTuple):
+class FactorShape(NamedTuple):
     """A [rank, inputs] or B [outputs, rank] of a linear's adapter."""
 
     name: str
@@ -130,7 +130,7 @@ def adapted(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> list[Linear]:
     return [each for each in linears(sizes, kind) if lora.adapts(each.name, each.experts > 0)]
 
 
-def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[Factor]:
+def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[FactorShape]:
     """The factors of a layer's adapters."""
     for linear in adapted(sizes, lora, kind):
         rank = lora.rank_of(linear.experts > 0)
@@ -140,7 +140,7 @@ def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[Factor]:
         for letter, width in (("A", linear.inputs), ("B", linear.outputs)):
             cut = linear.cut != "whole" and letter != outer
             number = 0 if shared and letter == outer else experts
-            yield Factor(f"{linear.name}.lora_{letter}", rank * width, cut, number)
+            yield FactorShape(f"{linear.name}.lora_{letter}", rank * width, cut, number)
 
 
 # adapters in the engine --------------------------------------------------------------------------

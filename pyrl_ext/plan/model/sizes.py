@@ -36,7 +36,7 @@ class Yarn:
     rotation_scale: float
     """Factor of rotated queries and keys."""
     mscale_all_dim: float
-    """How much attention is sharpened with the logarithm of `factor`; 0: not."""
+    """Attention temperature per logarithm of `factor`; 0: none."""
 
 
 class ModelSizes(BaseModel, ABC):
@@ -159,7 +159,7 @@ class ModelSizes(BaseModel, ABC):
 
     @property
     def rope_type(self) -> str:
-        """How the rotary embedding is scaled to long contexts; default: not."""
+        """Scaling of the rotary embedding to long contexts; default: none."""
         rope = self.rope_parameters or {}
         return rope.get("rope_type", rope.get("type", "default"))
 
@@ -171,7 +171,7 @@ class ModelSizes(BaseModel, ABC):
 
     @property
     def yarn(self) -> Yarn | None:
-        """How YaRN stretches the wavelengths; None unless `rope_type` is yarn."""
+        """YaRN's scaling of wavelengths; None unless `rope_type` is yarn."""
         return None
 
     def contradictions(self) -> list[str]:

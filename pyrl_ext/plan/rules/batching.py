@@ -1,4 +1,4 @@
-"""How a step is cut: groups, minibatches, microbatches."""
+"""Batch sizes: groups, minibatches, microbatches."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def exchanges_reach_the_largest_group(plan: Plan) -> Found:
     sizes = [each[0] for each in plan.cp_cost.exchanges]
     most = plan.parallel.dynamic_cp or 1
     if sizes != sorted({*sizes}):
-        return f"groups of {sizes} ranks, expected rising sizes; a group takes the first that fits"
+        return f"groups of {sizes} ranks, expected increasing sizes"
     if plan.cp_cost.token_seconds is not None and most > max(sizes, default=1):
         return (
             f"groups of up to {max(sizes, default=1)} ranks, expected parallel.dynamic_cp {most}; "

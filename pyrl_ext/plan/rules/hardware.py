@@ -1,4 +1,4 @@
-"""Whether the plan fits the GPU it names, and the kernels that serve a GPU."""
+"""Kernel backends and the memory of the GPU that the plan names."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ rule("hardware.gpu")(fits)
 @rule("kernels.backend")
 def kernels_on_a_gpu(plan: Plan) -> Found:
     if plan.device == "cpu" and plan.kernels.backend != "auto":
-        return f"{plan.kernels.backend} with device cpu, expected auto; it names who serves a GPU"
+        return f"{plan.kernels.backend} with device cpu, expected auto; kernel backends need a GPU"

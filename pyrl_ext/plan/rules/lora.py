@@ -142,7 +142,7 @@ def adapters_suit_the_trainer(plan: Plan) -> Found:
         )
     for name in plan.modules:
         yield (
-            f"set with modules.{name}, expected no encoders; adapters beside them were never "
+            f"set with modules.{name}, expected no encoders; adapters with encoders were never "
             "tested. Leave one of both out"
         )
 
@@ -176,7 +176,7 @@ def the_adapter_to_start_from_exists(plan: Plan) -> Found:
         return None
     folder = Path(plan.resolve(plan.lora.weights))
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        is_there = f"holds no {missing[0]}" if folder.is_dir() else "is no folder"
+        is_there = f"holds no {missing[0]}" if folder.is_dir() else "is not a folder"
         return (
             f"{relative(str(folder))} {is_there}, expected a folder with {' and '.join(FILES)}, as "
             "the peft package writes it"

@@ -74,7 +74,7 @@ def _folder(plan: Plan, name: str | None) -> Path | None:
 
 def _missing(folder: Path | None, content: str) -> Found:
     if folder and not any(folder.glob(content)):
-        missing = f"holds no {content}" if folder.is_dir() else "is no folder"
+        missing = f"holds no {content}" if folder.is_dir() else "is not a folder"
         return f"{relative(str(folder))} {missing}, expected a folder with {content} or a hub id"
 
 

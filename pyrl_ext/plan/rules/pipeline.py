@@ -60,7 +60,7 @@ def stage_counts_leave_equal_stages(plan: Plan) -> Found:
         rest = f"a multiple of {ranks * parallel.vpp_size} above 0" if ranks else "0"
         return (
             f"{left} of num_hidden_layers {layers} remain for {ranks} of {parallel.pp} stages "
-            f"beside {given}, expected {rest}; stages without a count are equal. Use "
+            f"after {given}, expected {rest}; stages without a count are equal. Use "
             f"{a_split_that_fits(parallel, layers)}"
         )
 

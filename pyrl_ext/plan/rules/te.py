@@ -99,8 +99,8 @@ def a2a_splits_heads(plan: Plan) -> Found:
     if odd := [size for size in sizes if any(number % size for number in heads)]:
         return (
             f"a2a with {heads[0]} query and {heads[1]} key/value heads on a tensor-parallel rank, "
-            f"expected multiples of {choice(sorted({*odd}))}; context-parallel ranks take heads "
-            "apart. Use p2p, all_gather, or lower tp or cp"
+            f"expected multiples of {choice(sorted({*odd}))}; context-parallel ranks split heads. "
+            "Use p2p, all_gather, or lower tp or cp"
         )
 
 

@@ -32,7 +32,7 @@ class Servers(Section):
 
     servers: list[Address] = Field(default=[])
     """addresses of the engines, http://host:port each; empty with launch empty: the engines run
-    beside the trainer's ranks"""
+    colocated with the trainer's ranks"""
     launch: Launch = Field(default=Launch())
     """where python -m pyrl_ext.train.serve starts them, in place of servers"""
     min_servers: Positive = 1

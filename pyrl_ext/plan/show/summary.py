@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
-from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoders
 from pyrl_ext.plan.forecast.engine_memory import engine_memory, state_bytes
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.parameters import (
@@ -299,7 +299,7 @@ def ranges(ids: tuple[int, ...]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
-def _encoder(plan: Plan, encoder: Encoder) -> str:
+def _encoder(plan: Plan, encoder: EncoderForecast) -> str:
     grid = plan.grids[encoder.name]
     sizes = encoder.parallel
     place = f"ranks {grid.first}-{grid.ranks[-1]}"

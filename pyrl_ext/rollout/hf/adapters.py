@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyrl_ext.rollout.adapters import Adapter, Adapters
+from pyrl_ext.rollout.adapters import Adapters, AdapterTensors
 from pyrl_ext.rollout.hf.checkpoint_renames import published
 
 
-class Factor(nn.Module):
+class FactorModule(nn.Module):
     """A or B of an adapter; of those of a layer's experts, stacked unless they share it."""
 
     def __init__(self, weight: Tensor, *shape: int):
@@ -52,10 +52,10 @@ def _published(model: PreTrainedModel, name: str) -> str:
     return next(iter(found))
 
 
-def _on_linear(module: nn.Linear, adapter: Adapter) -> None:
+def _on_linear(module: nn.Linear, adapter: AdapterTensors) -> None:
     rows, width = module.weight.shape
-    module.lora_A = Factor(module.weight, adapter.rank, width)
-    module.lora_B = Factor(module.weight, rows, adapter.rank)
+    module.lora_A = FactorModule(module.weight, adapter.rank, width)
+    module.lora_B = FactorModule(module.weight, rows, adapter.rank)
 
     def add(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output + _delta(args[0], module.lora_A.weight, module.lora_B.weight, adapter.scale)
@@ -69,7 +69,7 @@ def _delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def _on_experts(module: Any, adapters: Adapters) -> None:
     """``adapters``: of the layer's experts, which all have them at the same projections."""
-    kinds: dict[str, Adapter] = {}
+    kinds: dict[str, AdapterTensors] = {}
     for name, adapter in adapters.items():
         kinds.setdefault(name.rpartition(".")[2], adapter)
     if not kinds:
@@ -84,7 +84,7 @@ def _on_experts(module: Any, adapters: Adapters) -> None:
         place = module.adapters[kind] = nn.Module()
         for name, letter, shape in zip(names, "AB", ((rank, width), (out, rank)), strict=True):
             stacked = (experts,) if ".experts.0." in name else ()
-            place.add_module(f"lora_{letter}", Factor(first, *stacked, *shape))
+            place.add_module(f"lora_{letter}", FactorModule(first, *stacked, *shape))
     module.forward = partial(_experts_forward, module, kinds)
 
 

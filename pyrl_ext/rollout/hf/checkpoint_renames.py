@@ -1,4 +1,4 @@
-"""Published checkpoints whose tensors transformers renames and takes apart when it loads them."""
+"""Published checkpoints whose tensors transformers renames and splits when it loads them."""
 
 from __future__ import annotations
 

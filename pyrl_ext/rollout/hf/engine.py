@@ -25,7 +25,7 @@ from pyrl_ext.rollout.engine import (
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.rollout.hf.model import RoutedModel
-from pyrl_ext.rollout.hf.run import Run
+from pyrl_ext.rollout.hf.run import EngineRun
 from pyrl_ext.rollout.hf.sampling import need_tokenizer
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -179,7 +179,7 @@ class HFEngine(Engine):
         version = require_weights(where, self.version, self._refusal)
         need_tokenizer(where, sampling, self.tokenizer)
         rows = self.max_num_seqs
-        run = Run(self.routed, version, feed, sampling, call, rows, self.tokenizer)
+        run = EngineRun(self.routed, version, feed, sampling, call, rows, self.tokenizer)
         loads = self.loads
         while run.has_work():
             if self.loads != loads:

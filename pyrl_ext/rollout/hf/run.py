@@ -110,7 +110,7 @@ class Slots:
         self.cache.move(source, target, length)
 
 
-class Run:
+class EngineRun:
     """One call of `answer` or `stream`.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
 from pyrl_ext.rollout.process.sender import Kind, Readable, ReaderLost, Sender, recv, send
-from pyrl_ext.rollout.process.server import Build, Call, Failure, Result, Stop, Turns, unpack
+from pyrl_ext.rollout.process.server import Build, Call, Failure, NextTurns, Result, Stop, unpack
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 
 PATIENCE = 10.0  # for the process to end by itself [s]
@@ -178,7 +178,7 @@ class ProcessEngine(Engine):
             sent.append(replace(turn, prompt=Prompt(prompt.id, prompt.tokens, images=new)))
         if sent or turns is None:
             try:
-                send(self._connection, Turns(None if turns is None else sent))
+                send(self._connection, NextTurns(None if turns is None else sent))
             except OSError:
                 raise self._died("answer") from None
         return turns is not None

@@ -95,7 +95,7 @@ class Handover:
     bucket: Bucket
 
 
-class Broadcast:
+class LocalBroadcast:
     """A process group of one sender and its readers: gloo on a CPU, NCCL between GPUs.
 
     It is separate from torch's default group, which sender and readers may each have.
@@ -156,7 +156,7 @@ class Sender:
     def _reset(self) -> None:
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._blocks: dict[int, SharedBlock] = {}
-        self._broadcast: Broadcast | None = None
+        self._broadcast: LocalBroadcast | None = None
         self._sending: dist.Work | None = None
         self._door: socket.socket | None = None
         self._connections: list[Connection] = []
@@ -165,13 +165,13 @@ class Sender:
         self._is_new = False
 
     @property
-    def incoming(self) -> Incoming:
+    def incoming(self) -> IncomingWeights:
         """The stream that the readers iterate over; a new one after a transfer that failed."""
         if self._door is None:
             self._door = socket.socket(socket.AF_UNIX)
             self._door.bind("")  # the kernel picks a name, which is in no folder
             self._door.listen(self.readers)
-        return Incoming(self._door.getsockname())
+        return IncomingWeights(self._door.getsockname())
 
     def send(self, named: Named, wait: Wait) -> None:
         """Send all of ``named``.
@@ -210,7 +210,7 @@ class Sender:
         assert self._door is not None, "Sender.send: no reader was given `incoming`"
         size = 1 + self.readers
         if self.kind == "broadcast":
-            self._broadcast = Broadcast(self.device, size)
+            self._broadcast = LocalBroadcast(self.device, size)
         while len(self._connections) < self.readers:
             wait([self._door])
             reader, _ = self._door.accept()
@@ -282,7 +282,7 @@ def _lost_readers() -> Generator[None]:
 
 
 @dataclass(frozen=True)
-class Incoming:
+class IncomingWeights:
     """The tensors that a `Sender` sends, as (name, tensor); another process reads a pickled copy.
 
     A tensor is valid until the next one is asked for: its buffer is filled again.
@@ -317,10 +317,10 @@ class Reader:
         self.connection = Connection(door.detach())
         self._hello = recv(self.connection, Hello)
         self._buffers: dict[int, Tensor] = {}
-        self._broadcast: Broadcast | None = None
+        self._broadcast: LocalBroadcast | None = None
         if self._hello.kind == "broadcast":
             _, device, port, rank, size = self._hello
-            self._broadcast = Broadcast(torch.device(device), size, rank, port)
+            self._broadcast = LocalBroadcast(torch.device(device), size, rank, port)
         self.connected[address] = self
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -46,7 +46,7 @@ class Call(NamedTuple):
     arguments: tuple[object, ...]
 
 
-class Turns(NamedTuple):
+class NextTurns(NamedTuple):
     """Further turns of an answer; None: none will come any more. It gets no reply.
 
     Of a prompt's images, its first turn alone has the patches.
@@ -111,7 +111,7 @@ class _Inbox(queue.SimpleQueue[Any]):
     def _read(self, connection: Connection) -> None:
         while True:
             try:
-                message = recv(connection, Call, Turns, Stop)
+                message = recv(connection, Call, NextTurns, Stop)
             except Exception as error:
                 self.put(error)
                 if isinstance(error, (EOFError, OSError)):
@@ -149,7 +149,7 @@ class _Feed:
     def take(self, wait: bool) -> list[Turn] | None:
         turns: list[Turn] = []
         while self._open and ((wait and not turns) or not self._inbox.empty()):
-            message = self._inbox.next(Turns, Stop)
+            message = self._inbox.next(NextTurns, Stop)
             if isinstance(message, Stop):
                 raise _Stopped
             self._open = message.turns is not None
@@ -178,7 +178,7 @@ def serve(connection: Connection) -> None:
         inbox = _Inbox(connection)
         while True:
             try:
-                request = inbox.next(Call, Turns, Stop)
+                request = inbox.next(Call, NextTurns, Stop)
             except (EOFError, OSError):
                 return
             if not isinstance(request, Call):  # for a stream that had ended already

@@ -20,7 +20,7 @@ import torch
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
 
@@ -48,7 +48,7 @@ class Canary:
     """
 
     tokens: tuple[int, ...]
-    model: Model
+    model: ServedModel
     temperature: float
     cached: int
     limit: float
@@ -57,7 +57,7 @@ class Canary:
 
     @classmethod
     def of(
-        cls, model: Model, room: int, has_cache: bool, temperature: float, exact: bool
+        cls, model: ServedModel, room: int, has_cache: bool, temperature: float, exact: bool
     ) -> Canary:
         """
         Args:
@@ -97,7 +97,7 @@ class Canary:
             difference = self.difference(answer, fresh)
             if difference:
                 raise ServerFailed(
-                    f"{where}: through the cache {difference}; it holds other weights'"
+                    f"{where}: through the cache {difference}; its prefix cache is stale"
                 )
         cached = answers[-1].cached_tokens or 0
         if cached < self.cached:
@@ -173,7 +173,7 @@ class Canary:
         return None
 
     def _rows(self, answer: Answer) -> np.ndarray:
-        assert answer.routes is not None  # `Model.check`
+        assert answer.routes is not None  # `ServedModel.check`
         return answer.routes[:, list(self.model.layer_ids)]
 
     def sample(self, answer: Answer, version: int, number: int) -> Sample:
@@ -231,7 +231,7 @@ def canary_of(plan: Plan) -> Canary | None:
     if plan.modules:
         return None
     return Canary.of(
-        Model.of(plan),
+        ServedModel.of(plan),
         int(plan.hf.get("max_position_embeddings") or 2**20),
         plan.rollout.engine == "vllm",
         plan.rollout.temperature,

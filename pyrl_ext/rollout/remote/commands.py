@@ -24,7 +24,7 @@ CPU_CACHE = 1 << 28  # of vLLM's build for CPUs [bytes]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How an engine is started.
+    """Command that starts an engine.
 
     Args:
         address: that the trainer calls
@@ -37,7 +37,7 @@ class Command:
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        """As a shell takes it."""
+        """Shell-quoted."""
         named = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join(["env", *named, shlex.join(self.arguments)])
 

@@ -169,7 +169,7 @@ class EmbeddedServer:
 
     async def rpc(self, http: web.Request) -> web.Response:
         """A method of the engine's only worker, as a list of one result."""
-        body = await _body(http, _Call)
+        body = await _body(http, _RpcCall)
         if body.method == "identity":
             return web.json_response({"results": [self.identity]})
         digests = await self.worker.call(self.engine.checksums, body.args[0])
@@ -204,7 +204,7 @@ class _Finish(BaseModel):
     weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 
 
-class _Call(BaseModel):
+class _RpcCall(BaseModel):
     method: Literal["identity", "weight_digests"]
     args: tuple[list[str] | None] = (None,)
 

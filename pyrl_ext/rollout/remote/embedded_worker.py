@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.engine import AllAtOnce
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.hf.run import Run
+from pyrl_ext.rollout.hf.run import EngineRun
 from pyrl_ext.rollout.hf.sampling import processed_logprobs, stream_keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request, Top
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
@@ -75,7 +75,7 @@ class Job:
         )
 
 
-class SamplingBatch(Run):
+class SamplingBatch(EngineRun):
     """The running requests with the same sampling parameters.
 
     Args:

@@ -26,7 +26,7 @@ from pyrl_ext.rollout.engine import (
 )
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
 from pyrl_ext.rollout.remote.router import Router, ServerState
@@ -57,7 +57,7 @@ class ServersEngine(Engine):
     def __init__(
         self,
         servers: Sequence[Server],
-        model: Model,
+        model: ServedModel,
         publish: Publisher,
         *,
         max_num_seqs: int = 128,
@@ -293,7 +293,7 @@ class ServersEngine(Engine):
         """[T, L, K] of the layers that have a router; the rows of earlier turns are theirs."""
         if not self.model.layer_ids:
             return None
-        assert parts.routes is not None  # `Model.check`
+        assert parts.routes is not None  # `ServedModel.check`
         routes = torch.zeros(
             size,
             len(self.model.layer_ids),
@@ -333,7 +333,7 @@ def build_servers_engine(
     Raises: ValueError, OSError where the plan's keys cannot be read.
     """
     rollout = plan.rollout
-    model = Model.of(plan)
+    model = ServedModel.of(plan)
     keys = Keys.read(rollout.keys)
     silence = rollout.request_timeout
     return ServersEngine(

@@ -9,7 +9,7 @@ from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     """Sizes of the model, by which answers are checked.
 
     Args:
@@ -26,7 +26,7 @@ class Model:
     topk: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Model:
+    def of(cls, plan: Plan) -> ServedModel:
         """The model of the plan."""
         sizes = plan.sizes
         layers = plan.router_layers

@@ -25,7 +25,7 @@ from pyrl_ext.rollout.remote.weight_protocol import (
     require,
 )
 
-# a trainer's host that is lost: asked after [s], every [s], number of times
+# TCP keepalive, which detects a lost host: idle [s], interval [s], probes
 KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
 

@@ -20,7 +20,7 @@ _SHOWN = 200  # characters of an observation in a message
 
 @dataclass(frozen=True)
 class ConversationConfig:
-    """How all conversations of a run are held.
+    """Settings of all conversations of a run.
 
     Args:
         pool: worker processes of the environments

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
-from pyrl_ext.data.prompt_dataset import Source
+from pyrl_ext.data.prompt_dataset import PromptDataset
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.prompt_groups import Counts, Event
+from pyrl_ext.rollout.prompt_groups import Counts, EngineEvent
 from pyrl_ext.rollout.turns.check import check_trajectories
 from pyrl_ext.rollout.turns.conversation import ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
@@ -24,7 +24,7 @@ class Environments:
         source: makes it
     """
 
-    def __init__(self, plan: Plan, source: Source):
+    def __init__(self, plan: Plan, source: PromptDataset):
         assert source.environments is not None  # the plan names it
         self.plan = plan
         self.config = ConversationConfig(
@@ -48,7 +48,7 @@ class Environments:
 
     def ask(
         self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
-    ) -> Generator[Event]:
+    ) -> Generator[EngineEvent]:
         """The trajectories of an environment, or those that were recorded."""
         if self.plan.rollout.engine == "recorded":
             return recorded(engine, prompts, sampling, counts)
@@ -61,7 +61,7 @@ def conversations(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     counts: Counts,
-) -> Generator[Event]:
+) -> Generator[EngineEvent]:
     """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
     if not prompts:
         return
@@ -70,16 +70,16 @@ def conversations(
         with closing(converse(engine, feed, sampling)) as stream:
             for turn, over in stream:
                 if turn is not None:
-                    yield Event(turn.prompt_id, len(turn.response), None)
+                    yield EngineEvent(turn.prompt_id, len(turn.response), None)
                 for conversation in over:
-                    yield Event(conversation.prompt.id, 0, conversation.samples or [])
+                    yield EngineEvent(conversation.prompt.id, 0, conversation.samples or [])
     finally:
         counts.add(feed.counts)
 
 
 def recorded(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
-) -> Generator[Event]:
+) -> Generator[EngineEvent]:
     """Trajectories that were recorded: those of a group that are missing were dropped."""
     groups: dict[int, dict[int, list[Sample]]] = {prompt.id: {} for prompt in prompts}
     with closing(engine.stream(prompts, sampling)) as stream:
@@ -89,7 +89,7 @@ def recorded(
     for prompt_id, group in groups.items():
         for index in range(sampling.samples_per_prompt):
             samples = group.get(index, [])
-            yield Event(prompt_id, sum(map(sampled_tokens, samples)), samples)
+            yield EngineEvent(prompt_id, sum(map(sampled_tokens, samples)), samples)
 
 
 def turn_metrics(counts: Counts) -> dict[str, float]:

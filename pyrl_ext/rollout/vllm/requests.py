@@ -31,7 +31,7 @@ class Requests:
         sampling: how tokens are drawn
         most: requests that it holds at once
         salt: names the weights; no block of the prefix cache is found under another one
-        apart: no trajectory finds the blocks of another one
+        isolated: no trajectory finds the blocks of another one
         reads_cache: what is in the prefix cache is not computed again
         adapters: LoRA adapters that are applied; None: none
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput
 
 
-class KeptSets:
+class SamplerWatch:
     """Part of vLLM's workers: watches the sampler."""
 
     model_runner: Any

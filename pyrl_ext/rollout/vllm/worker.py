@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.loading import Loading
-from pyrl_ext.rollout.vllm.sampling_mask import KeptSets
+from pyrl_ext.rollout.vllm.sampling_mask import SamplerWatch
 from pyrl_ext.samples import route_dtype
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if cpu.installed():
     cpu.patch()
 
 
-class WorkerExtension(Loading, KeptSets):
+class WorkerExtension(Loading, SamplerWatch):
     """`worker_extension_cls` of vLLM: its methods are called by name through `collective_rpc`.
 
     It also makes chunked prefill work for requests with a seed, which vLLM 0.32 cannot do on a CPU.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pyrl_ext.metrics.glossary import GLOSSARY, described, lookup
-from pyrl_ext.metrics.history import Run
+from pyrl_ext.metrics.history import RunHistory
 
 # metric -> its steps and values
 Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -31,7 +31,7 @@ SHOWN_FIRST = (
 )
 
 
-def columns(run: Run) -> Columns:
+def columns(run: RunHistory) -> Columns:
     """Metric -> steps and values of the rows that have it, in the order of the glossary."""
     names = {name for row in run.rows for name in row} - {"step"}
     return {name: run.series(name) for name in sorted(names, key=_order)}

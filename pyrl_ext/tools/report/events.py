@@ -94,7 +94,7 @@ def _alarm(run: int, name: str, steps: np.ndarray, values: np.ndarray) -> Alarm 
 
 
 @dataclass(frozen=True)
-class Event:
+class ReportEvent:
     """One event, or many of one kind; ``step`` is that of the newest."""
 
     run: int
@@ -103,31 +103,37 @@ class Event:
     detail: str
 
 
-def events(run: int, folder: Folder) -> list[Event]:
+def events(run: int, folder: Folder) -> list[ReportEvent]:
     """Events of one run, the newest first."""
     found = [*_files(run, folder), *_engines(run, folder), *_counted(run, folder)]
     return sorted(found, key=lambda event: -1 if event.step is None else -event.step)
 
 
-def _files(run: int, folder: Folder) -> Iterator[Event]:
+def _files(run: int, folder: Folder) -> Iterator[ReportEvent]:
     for step, whole in folder.checkpoints.items():
-        yield Event(run, step, "checkpoint", "whole" if whole else "without counters: not finished")
+        yield ReportEvent(
+            run, step, "checkpoint", "whole" if whole else "without counters: not finished"
+        )
     if (error := folder.path / "error.txt").is_file():
-        yield Event(run, None, "error", last_line(error))
+        yield ReportEvent(run, None, "error", last_line(error))
     for path in sorted(folder.path.glob("before-*")):
-        yield Event(run, None, "replaced", f"an earlier run moved to {path.name}/ (resume=never)")
+        yield ReportEvent(
+            run, None, "replaced", f"an earlier run moved to {path.name}/ (resume=never)"
+        )
 
 
-def _engines(run: int, folder: Folder) -> Iterator[Event]:
+def _engines(run: int, folder: Folder) -> Iterator[ReportEvent]:
     """Steps in which more or fewer servers took the weights than in the step before."""
     steps, used = folder.finite("servers/used")
     changes = np.flatnonzero(np.diff(used)) + 1
     for at in changes[-ENGINE_CHANGES:].tolist():
         name = "engine lost" if used[at] < used[at - 1] else "engine joined"
-        yield Event(run, int(steps[at]), name, f"{used[at - 1]:g} servers before, {used[at]:g} now")
+        yield ReportEvent(
+            run, int(steps[at]), name, f"{used[at - 1]:g} servers before, {used[at]:g} now"
+        )
 
 
-def _counted(run: int, folder: Folder) -> Iterator[Event]:
+def _counted(run: int, folder: Folder) -> Iterator[ReportEvent]:
     for name in COUNTED:
         steps, values = folder.finite(name)
         some = values > 0
@@ -136,4 +142,4 @@ def _counted(run: int, folder: Folder) -> Iterator[Event]:
         metric = described(name)
         total = "" if metric.unit == "1" else f"{values[some].sum():,.6g} {metric.unit} in "
         detail = f"{total}{some.sum():,} of {len(steps):,} steps. {metric.definition}"
-        yield Event(run, int(steps[some][-1]), name, detail)
+        yield ReportEvent(run, int(steps[some][-1]), name, detail)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyrl_ext.metrics.history import Run, aim, load_run
+from pyrl_ext.metrics.history import RunHistory, aim, load_run
 from pyrl_ext.parallel.atomic_write import lock_owner
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.model.counts import parameters
@@ -42,7 +42,7 @@ class Folder:
     def __init__(self, path: str | Path, name: str | None = None):
         self.path = Path(path)
         run = load_run(self.path)
-        self.run = Run(name or run.name, run.rows)
+        self.run = RunHistory(name or run.name, run.rows)
         self.columns = columns(self.run)
         self.aim = aim(run)
         self.step = sum("loss" in row or "time/update" in row for row in run.rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.process.sender import Broadcast, Kind, Reader, Sender
+from pyrl_ext.rollout.process.sender import Kind, LocalBroadcast, Reader, Sender
 
 pytestmark = pytest.mark.multiprocess
 
@@ -78,8 +78,8 @@ def listening() -> list[str]:
 def test_broadcast_listens_on_the_loopback_only():
     """Another host reaches none of its sockets, over which names travel pickled."""
     before = listening()
-    sender = Broadcast(torch.device("cpu"), 2)
-    reader = Broadcast(torch.device("cpu"), 2, 1, sender.port)
+    sender = LocalBroadcast(torch.device("cpu"), 2)
+    reader = LocalBroadcast(torch.device("cpu"), 2, 1, sender.port)
     memory = torch.zeros(100, dtype=torch.uint8)
     thread = threading.Thread(target=lambda: reader.start(memory).wait())
     thread.start()

@@ -9,11 +9,11 @@ import pytest
 
 from pyrl_ext.rollout.remote.canary import LONG, Canary
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Request, decode_routes, encode_routes
 from tests.helpers.http_engine import EXPERTS, LAYERS, VOCAB, HttpEngine, K, Messages
 
-CANARY = Canary.of(Model(VOCAB, LAYERS, (1, 2, 3), EXPERTS, K), 512, True, 1.0, True)
+CANARY = Canary.of(ServedModel(VOCAB, LAYERS, (1, 2, 3), EXPERTS, K), 512, True, 1.0, True)
 
 
 def old_keys(messages: Messages) -> None:

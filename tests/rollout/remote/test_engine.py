@@ -19,7 +19,7 @@ from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.rollout.engine import in_order
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.engine import ServersEngine
-from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import encode_routes
 from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.rollout.versions import spans_of
@@ -38,7 +38,7 @@ from tests.helpers.http_engine import (
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns
 
 ROUTED = (1, 2, 3)
-MODEL = Model(VOCAB, LAYERS, ROUTED, EXPERTS, K)
+MODEL = ServedModel(VOCAB, LAYERS, ROUTED, EXPERTS, K)
 PROMPTS = [Prompt(10 + i, tuple(range(5, 7 + i % 3))) for i in range(8)]
 SAMPLING = Sampling(max_new_tokens=10, samples_per_prompt=3, seed=5)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.recorded import RecordedEngine, save_samples
 from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metrics
 from pyrl_ext.samples import Prompt, Sampling
@@ -62,7 +62,7 @@ def test_generate_on_ranks_fails_when_too_few_trajectories_are_left():
 
 
 def over_ranks(group: Any) -> None:
-    def take() -> Rollout:
+    def take() -> RolloutSamples:
         engine = ScriptedEngine(three_then_stop)
         return generate_on_ranks(
             engine, request(KINDS, 0.5, form="stepwise", merge=False), None, group

@@ -220,7 +220,7 @@ def _sharpness(factor: float, scale: float) -> float:
 
 class SigmoidRouted(Sparse):
     """Leading dense layers, then experts that are chosen by the sigmoid of their score and a bias,
-    where there are groups of them among the best groups, beside experts that every token uses."""
+    where there are groups of them among the best groups, next to experts that every token uses."""
 
     num_experts: Positive = Field(alias="n_routed_experts")
     n_shared_experts: Count

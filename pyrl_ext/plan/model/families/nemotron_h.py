@@ -1,5 +1,5 @@
 """Nemotron-H and Nemotron-3: each layer is a Mamba-2 mixer, an attention without rotary positions,
-an MLP without a gate, or sigmoid-routed experts beside a shared one."""
+an MLP without a gate, or sigmoid-routed experts and a shared one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ SERIES = 16
 """Colours of a chart; more parts repeat them."""
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A piece of a bar."""
 
     name: str
@@ -23,15 +23,15 @@ class Part(NamedTuple):
     text: str
 
 
-class Bar(NamedTuple):
+class ChartRow(NamedTuple):
     """A row of the chart: its label, its parts, and their total in words."""
 
     label: str
-    parts: list[Part]
+    parts: list[RowPart]
     total: str
 
 
-def memory_bars(stages: Sequence[StageMemory], limit: int | None) -> list[Bar]:
+def memory_bars(stages: Sequence[StageMemory], limit: int | None) -> list[ChartRow]:
     """Device memory of each stage by phase, and the limit."""
     most = max(limit or 0, *(stage.peak for stage in stages)) or 1
     names = list(dict.fromkeys(item.name for stage in stages for item in stage.items))
@@ -39,26 +39,28 @@ def memory_bars(stages: Sequence[StageMemory], limit: int | None) -> list[Bar]:
     for stage in stages:
         for phase in stage.phases:
             parts = [
-                Part(i.name, names.index(i.name) % SERIES, 100 * i.bytes / most, size(i.bytes))
+                RowPart(i.name, names.index(i.name) % SERIES, 100 * i.bytes / most, size(i.bytes))
                 for i in stage.items
                 if phase in i.phases and not i.host
             ]
             label = phase if len(stages) == 1 else f"{stage.name}, {phase}"
-            bars.append(Bar(label, parts, size(stage.held(phase))))
+            bars.append(ChartRow(label, parts, size(stage.held(phase))))
     if limit is not None:
-        bars.append(Bar("limit", [Part("limit", 9, 100 * limit / most, size(limit))], size(limit)))
+        bars.append(
+            ChartRow("limit", [RowPart("limit", 9, 100 * limit / most, size(limit))], size(limit))
+        )
     return bars
 
 
-def time_bars(time: StepTime) -> list[Bar]:
+def time_bars(time: StepTime) -> list[ChartRow]:
     """Seconds of a step by phase."""
     most = max(map(time.seconds, time.phases))
     names = list(dict.fromkeys(cost.name for cost in time.costs))
     return [
-        Bar(
+        ChartRow(
             phase,
             [
-                Part(
+                RowPart(
                     c.name,
                     names.index(c.name) % SERIES,
                     100 * c.seconds / most,
