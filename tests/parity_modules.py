@@ -37,8 +37,8 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.plan.schema.layout import TrainedModule as ModuleKeys
 from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.module_pipe import build_edges
 from pyrl_ext.trainer.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 from pyrl_ext.data.chat import tokens_of_chat
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import load_tokenizer
-from tests.helpers.prompts import CONFIGS
+from tests.helpers.configs import CONFIGS
 
 TURN = "{{ '[' + m['role'] + ']\\n' }}"
 PLAIN = (

@@ -14,8 +14,9 @@ from pyrl_ext.data.prompt_dataset import build_source, image_scale
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import Prompt, Sample
+from tests.helpers.configs import CONFIGS
 from tests.helpers.pictures import write_run
-from tests.helpers.prompts import CONFIGS, write_lines
+from tests.helpers.prompts import write_lines
 from tests.helpers.tiny import tiny_plan
 
 RECORDS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(9)]

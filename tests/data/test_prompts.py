@@ -15,7 +15,8 @@ from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Prompt
-from tests.helpers.prompts import CONFIGS, numbered_prompts, write_lines
+from tests.helpers.configs import CONFIGS
+from tests.helpers.prompts import numbered_prompts, write_lines
 
 
 @pytest.fixture(scope="module")

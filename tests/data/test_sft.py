@@ -13,7 +13,8 @@ from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Sample
-from tests.helpers.prompts import CONFIGS, write_lines
+from tests.helpers.configs import CONFIGS
+from tests.helpers.prompts import write_lines
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "xyz"}]}
 

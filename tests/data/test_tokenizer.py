@@ -9,8 +9,7 @@ import pytest
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.tokenizer import load_tokenizer
-from tests.helpers.configs import hf_of
-from tests.helpers.prompts import CONFIGS
+from tests.helpers.configs import CONFIGS, hf_of
 
 
 def test_load_tokenizer_has_a_token_for_each_character():

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from pyrl_ext.samples import Prompt
-from tests.helpers.prompts import CONFIGS
+from tests.helpers.configs import CONFIGS
 
 YAML = """
 device: cpu

@@ -141,7 +141,7 @@ def test_waits_are_counted_by_line():
 # the policy ---------------------------------------------------------------------------------------
 
 PER_PASS = {  # one for a pass or an update each; none for a microbatch
-    "pyrl_ext/replay/router_hook.py Replay.agreement aten.copy_.default": 1,
+    "pyrl_ext/replay/router_hook.py ReplayRouters.agreement aten.copy_.default": 1,
     "pyrl_ext/trainer/policy.py Policy.scores aten.copy_.default": 1,
     "pyrl_ext/trainer/policy.py Policy._sums aten.copy_.default": 1,
     "pyrl_ext/megatron/optimizer.py step_all aten._local_scalar_dense.default": 1,

@@ -17,8 +17,8 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.plan.schema.layout import TrainedModule as ModuleKeys
 from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets

@@ -10,9 +10,9 @@ import torch
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.model import read_config
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.configs import CONFIGS
 from tests.helpers.engines import assert_matches_plain, engine_of, random_model
 from tests.helpers.images import END, KIMI, PAD, QWEN3_VL, SCALE, START, prompt_of
-from tests.helpers.prompts import CONFIGS
 
 pytestmark = pytest.mark.multiprocess
 

@@ -12,6 +12,7 @@ import torch
 from pyrl_ext.rollout.hf import run
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
+from tests.helpers.configs import CONFIGS as FOLDERS
 from tests.helpers.engines import (
     CONFIGS,
     GLM,
@@ -21,7 +22,6 @@ from tests.helpers.engines import (
     prompts_of,
     random_model,
 )
-from tests.helpers.prompts import CONFIGS as FOLDERS
 from tests.helpers.turns import ScriptedFeed, afresh, answers, by_turn, first_turns, ragged
 
 pytestmark = pytest.mark.multiprocess
