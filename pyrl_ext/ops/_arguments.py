@@ -19,8 +19,9 @@ class Like(NamedTuple):
     name: str
     wide: bool = False
 
-
-Dtypes = tuple[torch.dtype, ...] | Like
+    def dtype(self, other: Tensor) -> torch.dtype:
+        """What ``other``, the argument of that name, makes it."""
+        return accum_dtype(other.dtype) if self.wide else other.dtype
 
 
 class Arguments:
@@ -38,59 +39,55 @@ class Arguments:
         where: str,
         dtype_error: type[Exception] = TypeError,
         /,
-        **declared: tuple[str, Dtypes],
+        **declared: tuple[str, tuple[torch.dtype, ...] | Like],
     ):
         self.where = where
         self.dtype_error = dtype_error
-        self.declared = declared
-        self.places = {name: place for place, name in enumerate(declared)}
-        self.parsed = [(_parsed(text), dtypes) for text, dtypes in declared.values()]
+        places = {name: place for place, name in enumerate(declared)}
+        self.declared = [
+            (text, _parsed(text), dtypes, places[dtypes.name] if isinstance(dtypes, Like) else 0)
+            for text, dtypes in declared.values()
+        ]
+        self.names = list(declared)
 
-    def check(self, *tensors: Tensor | None) -> None:
+    def check(self, *tensors: Any) -> None:
         """Raises: ValueError, ``dtype_error``. An optional argument that is None always fits."""
         sizes = {"": 1}
+        seen: dict[str, Any] = {}  # shapes by how they are declared, for those declared alike
         device = None
-        for tensor, (dimensions, dtypes) in zip(tensors, self.parsed, strict=True):
+        for tensor, (text, dimensions, dtypes, like) in zip(tensors, self.declared, strict=True):
             if tensor is None:
                 continue
-            allowed = self._allowed(dtypes, tensors)
-            device = device or tensor.device
-            if (
-                not _fits(tensor.shape, dimensions, sizes)
-                or (allowed and tensor.dtype not in allowed)
-                or tensor.device != device
-            ):
+            shape = tensor.shape
+            if text in seen:
+                fits = shape == seen[text]
+            else:
+                fits = _fits(shape, dimensions, sizes)
+                seen[text] = shape
+            if device is None:
+                device = tensor.device
+            if not fits or not _has(tensor.dtype, dtypes, tensors[like]) or tensor.device != device:
                 raise self._error(tensors)
 
-    def _allowed(
-        self, dtypes: Dtypes, tensors: tuple[Tensor | None, ...]
-    ) -> tuple[torch.dtype, ...]:
-        if not isinstance(dtypes, Like):
-            return dtypes
-        like = tensors[self.places[dtypes.name]]
-        assert like is not None  # no optional argument
-        return (accum_dtype(like.dtype) if dtypes.wide else like.dtype,)
-
-    def _error(self, tensors: tuple[Tensor | None, ...]) -> Exception:
+    def _error(self, tensors: tuple[Any, ...]) -> Exception:
         """Of the shapes, if they do not fit, then of dtypes, then of devices."""
-        given = {n: each for n, each in zip(self.declared, tensors) if each is not None}
+        given = {n: each for n, each in zip(self.names, tensors) if each is not None}
+        declared = {n: each for n, each in zip(self.names, self.declared) if n in given}
         sizes = {"": 1}
-        dimensions = {n: dims for n, (dims, _) in zip(self.declared, self.parsed)}
-        if not all(_fits(each.shape, dimensions[n], sizes) for n, each in given.items()):
-            wanted = {n: f"[{self.declared[n][0]}]" for n in given}
+        if not all(_fits(each.shape, declared[n][1], sizes) for n, each in given.items()):
+            wanted = {n: f"[{text}]" for n, (text, *_) in declared.items()}
             named = (f"{n} {dims}" for n, dims in wanted.items())
             expected = ", ".join(named if len(given) > 3 else wanted.values())
             return ValueError(f"{self.where}: {shapes(**given)}, expected {expected}")
-        for name, tensor in given.items():
-            like = self.declared[name][1]
-            allowed = self._allowed(like, tensors)
-            if allowed and tensor.dtype not in allowed:
-                expected = f"one of {list(allowed)}" if allowed[1:] else f"{allowed[0]}"
-                if isinstance(like, Like):
-                    expected += f" for {like.name} of {given[like.name].dtype}"
-                return self.dtype_error(
-                    f"{self.where}: {name} is {tensor.dtype}, expected {expected}"
-                )
+        for name, (_, _, dtypes, like) in declared.items():
+            dtype = given[name].dtype
+            if not _has(dtype, dtypes, tensors[like]):
+                if isinstance(dtypes, Like):
+                    other = tensors[like]
+                    expected = f"{dtypes.dtype(other)} for {dtypes.name} of {other.dtype}"
+                else:
+                    expected = f"one of {list(dtypes)}" if dtypes[1:] else f"{dtypes[0]}"
+                return self.dtype_error(f"{self.where}: {name} is {dtype}, expected {expected}")
         found = ", ".join(f"{n} on {each.device}" for n, each in given.items())
         return ValueError(
             f"{self.where}: {found.replace(' on ', ' is on ', 1)}, expected one device"
@@ -100,6 +97,13 @@ class Arguments:
 def shapes(**tensors: Tensor) -> str:
     """``x [3, 4], weight [4]``, for messages."""
     return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def _has(dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] | Like, like: Tensor) -> bool:
+    """True if a dtype is one of ``dtypes``, or that of the argument ``like``."""
+    if isinstance(dtypes, Like):
+        return dtype == dtypes.dtype(like)
+    return not dtypes or dtype in dtypes
 
 
 class Dimensions(NamedTuple):
@@ -128,11 +132,12 @@ def _fits(shape: tuple[int, ...], dimensions: Dimensions, sizes: dict[str, Any])
     """True if a shape has the dimensions; sizes of names that are new are put in ``sizes``."""
     named, rest = dimensions
     if rest is not None:
+        shape = tuple(shape)  # slices of torch.Size take longer
         end = len(shape) - len(named) + rest
-        others = tuple(shape[rest:end])
+        others = shape[rest:end]
         if end < rest or sizes.setdefault("...", others) != others:
             return False
-        shape = (*shape[:rest], *shape[end:])
+        shape = shape[:rest] + shape[end:]
     if len(shape) != len(named):
         return False
     for size, (factor, name) in zip(shape, named):
