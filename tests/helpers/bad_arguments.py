@@ -63,6 +63,15 @@ class Bad(NamedTuple):
     message: str
 
 
+def of(op: str, run: Callable[..., Any]) -> Callable[..., Bad]:
+    """Makes bad calls of an operator: of the error's class, its message, and the arguments."""
+
+    def bad(error: type[Exception], message: str, *args: Any, **named: Any) -> Bad:
+        return Bad(op, partial(run, *args, **named), error, message)
+
+    return bad
+
+
 def bad_calls() -> list[Bad]:
     return [
         *_gather_rows(),
@@ -86,9 +95,7 @@ def bad_calls() -> list[Bad]:
 
 
 def _gather_rows() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("gather_rows", lambda: gather_rows(*args), error, message)
-
+    bad = of("gather_rows", gather_rows)
     src = torch.zeros(3, 2)
     fill = torch.zeros(2)
     two = torch.tensor([0, 1])
@@ -110,19 +117,14 @@ def _gather_rows() -> list[Bad]:
         bad(TypeError, "torch.float32, torch.float32, expected", src, two, fill, floats),
         bad(IndexError, f"rows[1] is 7, {row}", src, torch.tensor([0, 7, 7]), fill),
         bad(IndexError, f"rows[1] is -2, {row}", src, torch.tensor([0, -2, -2]), fill),
-        Bad(
-            "invert_rows",
-            lambda: invert_rows(torch.tensor([0, 3, 4]), 3),
-            IndexError,
-            f"rows[1] is 3, {row}",
+        of("invert_rows", invert_rows)(
+            IndexError, f"rows[1] is 3, {row}", torch.tensor([0, 3, 4]), 3
         ),
     ]
 
 
 def _gather_fields() -> list[Bad]:
-    def bad(error: type[Exception], message: str, fields: Any, rows: Tensor, fills: Any) -> Bad:
-        return Bad("gather_fields", lambda: gather_fields(fields, rows, fills), error, message)
-
+    bad = of("gather_fields", gather_fields)
     field = torch.zeros(3)
     no_bool = "a fill is 2.0, expected a number that torch.bool"
     fields = "0 fields, 0 fills, expected one fill a field, and a field"
@@ -151,26 +153,20 @@ def _gather_fields() -> list[Bad]:
 
 
 def _gather_routes() -> list[Bad]:
-    def bad(
-        error: type[Exception],
-        message: str,
-        layers: Any = (0,),
-        experts: int = 64,
-        **changed: Tensor,
-    ) -> Bad:
-        routes = changed.get("routes", torch.zeros(50, 5, 4, dtype=torch.uint8))
-        rows = changed.get("rows", torch.zeros(9, dtype=torch.int64))
-        return Bad(
-            "gather_routes", lambda: gather_routes(routes, rows, layers, experts), error, message
-        )
-
+    good = {
+        "routes": torch.zeros(50, 5, 4, dtype=torch.uint8),
+        "rows": torch.zeros(9, dtype=torch.int64),
+        "layers": (0,),
+        "num_experts": 64,
+    }
+    bad = partial(of("gather_routes", gather_routes), **good)
     far = torch.zeros(9, dtype=torch.int64).index_fill(0, torch.tensor([5]), 50)
     wide = torch.zeros(50, 5, 4).long()
     meta = torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta")
     token = "rows[5] is 50, expected -1 (padding) or a token of routes in [0, 50)"
     return [
-        bad(ValueError, "num_experts is 3, expected 4", experts=3),
-        bad(ValueError, "num_experts is 300, expected 4 (the experts of a token", experts=300),
+        bad(ValueError, "num_experts is 3, expected 4", num_experts=3),
+        bad(ValueError, "num_experts is 300, expected 4 (the experts of a token", num_experts=300),
         bad(TypeError, "routes is torch.int64, expected one of", routes=wide),
         bad(TypeError, "layers is torch.int64 [1, 1]", layers=torch.tensor([[0]])),
         bad(TypeError, "rows is torch.int32, expected torch.int64", rows=far.int()),
@@ -186,10 +182,7 @@ def _gather_routes() -> list[Bad]:
 
 
 def _expand_runs() -> list[Bad]:
-    def bad(
-        error: type[Exception], message: str, starts: Tensor, lengths: Tensor, size: int
-    ) -> Bad:
-        return Bad("expand_runs", lambda: expand_runs(starts, lengths, size), error, message)
+    bad = of("expand_runs", expand_runs)
 
     def runs(message: str, *lengths: int) -> Bad:
         zeros = torch.zeros(len(lengths), dtype=torch.int64)
@@ -212,11 +205,7 @@ def _expand_runs() -> list[Bad]:
 
 
 def _sum_rows() -> list[Bad]:
-    def bad(
-        error: type[Exception], message: str, src: Tensor, rows: Tensor, inverse: Inverse
-    ) -> Bad:
-        return Bad("sum_rows", lambda: sum_rows(src, rows, inverse), error, message)
-
+    bad = of("sum_rows", sum_rows)
     rows = torch.tensor([0, 0])
     one = invert_rows(rows, 1)
 
@@ -246,9 +235,7 @@ def _sum_rows() -> list[Bad]:
 
 
 def _rotary() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any, **how: Any) -> Bad:
-        return Bad("rotary", lambda: rotary(*args, **how), error, message)
-
+    bad = of("rotary", rotary)
     heads = torch.zeros(3, 2, 8)
     turns = torch.zeros(3, 4)
     meta: Any = heads.to("meta")
@@ -283,18 +270,12 @@ def _rotary() -> list[Bad]:
 
 
 def _latent_keys() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("latent_keys", lambda: latent_keys(*args), error, message)
-
+    bad = of("latent_keys", latent_keys)
     both = torch.zeros(3, 2, 8)
     shared = torch.zeros(3, 4)
     key = torch.zeros(3, 2, 6)
-    rows = Bad(
-        "latent_keys_grad",
-        lambda: latent_keys_grad(key, both[:2], 2),
-        ValueError,
-        "value [2, 2, 8], expected [T, heads, plain + R]",
-    )
+    grad = of("latent_keys_grad", latent_keys_grad)
+    wrong = "value [2, 2, 8], expected [T, heads, plain + R]"
     return [
         bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
         bad(ValueError, "shared [2, 4], expected", both, shared[:2], 4),
@@ -307,23 +288,17 @@ def _latent_keys() -> list[Bad]:
             4,
         ),
         bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
-        rows,
+        grad(ValueError, wrong, key, both[:2], 2),
     ]
 
 
 def _expert_rows() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("expert_rows", lambda: expert_rows(*args), error, message)
-
+    bad = of("expert_rows", expert_rows)
     chosen = torch.arange(8).expand(3, 8) < 2
     probs = torch.zeros(3, 8)
     more = chosen.logical_or(torch.arange(24).view(3, 8) == 13)
-    grad = Bad(
-        "expert_rows_grad",
-        lambda: expert_rows_grad(torch.zeros(5), ZERO, ZERO, 1, 1),
-        ValueError,
-        "grad [5], order [1], places [1], expected [T * K], [T * K], [T * K]",
-    )
+    grad = of("expert_rows_grad", expert_rows_grad)
+    wrong = "grad [5], order [1], places [1], expected [T * K], [T * K], [T * K]"
     return [
         bad(ValueError, "routing_map [3, 8], probs [2, 8], expected [T, E]", chosen, probs[:2], 2),
         bad(ValueError, "top_k is 9, expected 1 to the 8 experts", chosen, probs, 9),
@@ -339,57 +314,36 @@ def _expert_rows() -> list[Bad]:
         bad(ValueError, "routing_map is on cpu, probs on meta", chosen, probs.to("meta"), 2),
         bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
         bad(ValueError, "routing_map[0] has 2 experts, expected top_k 3", chosen, probs, 3),
-        grad,
+        grad(ValueError, wrong, torch.zeros(5), ZERO, ZERO, 1, 1),
     ]
 
 
 def _rms_norm() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("rms_norm", lambda: rms_norm(*args), error, message)
-
+    bad = of("rms_norm", rms_norm)
     x = torch.zeros(3, 4)
     weight = torch.zeros(4)
-    wide = Bad(
-        "rms_norm_grad",
-        lambda: rms_norm_grad(x[:2], x, weight, x[:, 0], None),
-        ValueError,
-        "grad [2, 4], x [3, 4], expected [..., W], [..., W]",
-    )
+    grad = of("rms_norm_grad", rms_norm_grad)
+    wrong = "grad [2, 4], x [3, 4], expected [..., W], [..., W]"
+    halves = "x is torch.float16, expected one of [torch.float32"
+    mixed = "weight is torch.bfloat16, expected torch.float32 for x"
     return [
-        wide,
+        grad(ValueError, wrong, x[:2], x, weight, x[:, 0], None),
         bad(ValueError, "x [3, 4], weight [3], expected [..., W], [W]", x, x[:, 0], 1e-6),
         bad(ValueError, "x [], weight [4], expected [..., W], [W]", x[0, 0], weight, 1e-6),
         bad(ValueError, "x [3, 0], weight [0], expected W at least 1", x[:, :0], weight[:0], 1e-6),
-        bad(
-            TypeError,
-            "x is torch.float16, expected one of [torch.float32",
-            x.half(),
-            weight.half(),
-            1e-6,
-        ),
-        bad(
-            TypeError,
-            "weight is torch.bfloat16, expected torch.float32 for x",
-            x,
-            weight.bfloat16(),
-            1e-6,
-        ),
+        bad(TypeError, halves, x.half(), weight.half(), 1e-6),
+        bad(TypeError, mixed, x, weight.bfloat16(), 1e-6),
         bad(ValueError, "x is on cpu, weight on meta", x, weight.to("meta"), 1e-6),
         bad(ValueError, "eps is 0.0, expected a number above 0", x, weight, 0.0),
     ]
 
 
 def _swiglu() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("swiglu", lambda: swiglu(*args), error, message)
-
+    bad = of("swiglu", swiglu)
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
-    wide = Bad(
-        "swiglu_grad",
-        lambda: swiglu_grad(rows, rows, None),
-        ValueError,
-        "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]",
+    wide = of("swiglu_grad", swiglu_grad)(
+        ValueError, "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]", rows, rows, None
     )
     return [
         bad(ValueError, "gate_up [3, 7], expected [N, 2 W]", rows[:, 1:]),
@@ -408,44 +362,31 @@ def _swiglu() -> list[Bad]:
 
 
 def _squared_relu() -> list[Bad]:
-    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
-        return Bad("squared_relu", lambda: squared_relu(*args), error, message)
-
+    bad = of("squared_relu", squared_relu)
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
-    grad = Bad(
-        "squared_relu_grad",
-        lambda: squared_relu_grad(rows[:2], rows, rows[:, 0]),
-        ValueError,
-        "grad [2, 8], x [3, 8], weight [3], expected [N, W], [N, W], [N]",
-    )
+    grad = of("squared_relu_grad", squared_relu_grad)
+    wrong = "grad [2, 8], x [3, 8], weight [3], expected [N, W], [N, W], [N]"
     return [
         bad(ValueError, "x [3], weight [3], expected [N, W], [N]", meta, meta),
         bad(TypeError, "x is torch.int64, expected one of", rows.long(), rows[:, 0]),
         bad(ValueError, "x [3, 8], weight [2], expected [N, W], [N]", rows, rows[:2, 0]),
         bad(ValueError, "x is on cpu, weight on meta, expected one device", rows, meta),
-        grad,
+        grad(ValueError, wrong, rows[:2], rows, rows[:, 0]),
     ]
 
 
 def _replay_probs() -> list[Bad]:
-    def bad(error: type[Exception], message: str, **changed: Any) -> Bad:
-        call: dict[str, Any] = {
-            "scores": torch.zeros(3, 8),
-            "ids": torch.zeros(3, 2).long(),
-        } | changed
-        return Bad("replay_probs", lambda: replay_probs(**call), error, message)
+    good = {"scores": torch.zeros(3, 8), "ids": torch.zeros(3, 2).long()}
+    bad = partial(of("replay_probs", replay_probs), **good)
 
     def expert(entry: int) -> list[Bad]:
         scores = torch.zeros(9000, 8)
         ids = torch.zeros(9000, 2).long()
         ids[8001, 1] = ids[8500, 0] = entry
         message = f"ids[8001, 1] is {entry}, expected an expert in [0, 8)"
-        grad: Bad = Bad(
-            "replay_probs_grad",
-            lambda: grad_op(scores, scores, ids, "sum", 1),
-            IndexError,
-            message,
+        grad: Bad = of("replay_probs_grad", grad_op)(
+            IndexError, message, scores, scores, ids, "sum", 1
         )
         return [bad(IndexError, message, scores=scores, ids=ids), grad]
 
@@ -471,76 +412,32 @@ def _token_logprob() -> list[Bad]:
     scale = torch.ones(9)
     rows = [torch.zeros(9)] * 5
 
-    def stats(message: str, *args: Any) -> Bad:
-        return Bad("token_logprob_stats", lambda: token_logprob_stats(*args), ValueError, message)
-
+    stats = partial(of("token_logprob_stats", token_logprob_stats), ValueError)
+    combine = partial(of("token_logprob_combine", token_logprob_combine), ValueError)
+    grad = partial(of("token_logprob_grad", token_logprob_grad), ValueError)
     mask = torch.ones(9, 9, dtype=torch.bool)
     turned = logits.t().contiguous().t()
+    double = [x.double() for x in (logits, scale, *rows)]
     doubles = "scale is torch.float64, expected torch.float32 for logits"
+    wide = "width is 11, expected one in [0, 10]"
+    devices = "logits is on cpu, targets on meta, scale on cpu, expected one device"
+    kept = "keep_mask [9, 9], expected logits [T, V_local], targets [T], scale [T], keep_mask ["
+    shapes = "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]"
+    halves = "stats is torch.float16, expected one of [torch.float32, torch.float64]"
+    narrow = "dtype is torch.bfloat16 for torch.float64 logits, expected that of"
     return [
-        stats("width is 11, expected one in [0, 10]", logits, targets, scale, 0, 11),
+        stats(wide, logits, targets, scale, 0, 11),
         stats(doubles, logits, targets, scale.double(), 0, 10),
         stats("logits is torch.int64", targets[:, None], targets, scale, 0, 1),
-        stats(
-            "logits is on cpu, targets on meta, scale on cpu, expected one device",
-            logits,
-            targets.to("meta"),
-            scale,
-            0,
-            10,
-        ),
-        stats(
-            "keep_mask [9, 9], expected logits [T, V_local], targets [T], scale [T], keep_mask [",
-            logits,
-            targets,
-            scale,
-            0,
-            10,
-            mask,
-        ),
-        Bad(
-            "token_logprob_rows",
-            lambda: token_logprob_rows(logits, targets, scale, 11),
-            ValueError,
-            "width is 11, expected one in [0, 10]",
-        ),
-        Bad(
-            "token_logprob_combine",
-            lambda: token_logprob_combine(logits[None, :4], targets, scale, 10),
-            ValueError,
-            "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]",
-        ),
-        Bad(
-            "token_logprob_combine",
-            lambda: token_logprob_combine(torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
-            ValueError,
-            "stats is torch.float16, expected one of [torch.float32, torch.float64]",
-        ),
-        Bad(
-            "token_logprob_grad",
-            lambda: token_logprob_grad(
-                logits.double(),
-                targets,
-                scale.double(),
-                0,
-                10,
-                *(r.double() for r in rows),
-                dtype=torch.bfloat16,
-            ),
-            ValueError,
-            "dtype is torch.bfloat16 for torch.float64 logits, expected that of",
-        ),
-        Bad(
-            "token_logprob_grad",
-            lambda: token_logprob_grad(logits, targets, scale, 0, 11, *rows),
-            ValueError,
-            "width is 11, expected one in [0, 10]",
-        ),
-        Bad(
-            "token_logprob_grad_",
-            lambda: token_logprob_grad_(turned, targets, scale, 0, 10, *rows),
-            ValueError,
-            "expected contiguous ones",
+        stats(devices, logits, targets.to("meta"), scale, 0, 10),
+        stats(kept, logits, targets, scale, 0, 10, mask),
+        of("token_logprob_rows", token_logprob_rows)(ValueError, wide, logits, targets, scale, 11),
+        combine(shapes, logits[None, :4], targets, scale, 10),
+        combine(halves, torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
+        grad(narrow, double[0], targets, double[1], 0, 10, *double[2:], dtype=torch.bfloat16),
+        grad(wide, logits, targets, scale, 0, 11, *rows),
+        of("token_logprob_grad_", token_logprob_grad_)(
+            ValueError, "expected contiguous ones", turned, targets, scale, 0, 10, *rows
         ),
     ]
 
@@ -578,7 +475,7 @@ def _sequences() -> list[Bad]:
         (ValueError, "cu_seqlens is on meta, the rows on cpu", _ends(0).to("meta")),
     ]
     return [
-        Bad(name, lambda run=run, args=args, ends=ends: run(*args, ends), error, message)
+        of(name, run)(error, message, *args, ends)
         for name, (run, args) in runs.items()
         for error, message, ends in wrong + ([] if name.endswith("_grad") else shapes)
     ]
@@ -589,10 +486,7 @@ def _causal_conv1d() -> list[Bad]:
     weight = torch.zeros(2, 4)
     meta = torch.zeros(2, device="meta")
 
-    def bad(error: type[Exception], message: str, x: Tensor, weight: Tensor, bias: Any) -> Bad:
-        run = partial(causal_conv1d, x, weight, bias, _ends(0))
-        return Bad("causal_conv1d", run, error, message)
-
+    bad = partial(of("causal_conv1d", causal_conv1d), cu_seqlens=_ends(0))
     tall = torch.zeros(3, 4)
     wide = torch.zeros(2, 5)
     types = "weight is torch.bfloat16, expected torch.float32 for x"
@@ -606,14 +500,11 @@ def _causal_conv1d() -> list[Bad]:
 
 
 def _ssd_scan() -> list[Bad]:
-    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
-        x = torch.zeros(3, 4, 2)
-        steps = torch.zeros(3, 4)
-        head = torch.zeros(4)
-        call = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
-        call |= {"dt_bias": head, "cu_seqlens": _ends(0)} | changed
-        return Bad("ssd_scan", lambda: ssd_scan(**call), error, message)
-
+    x = torch.zeros(3, 4, 2)
+    steps = torch.zeros(3, 4)
+    head = torch.zeros(4)
+    good = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
+    bad = partial(of("ssd_scan", ssd_scan), **good, dt_bias=head, cu_seqlens=_ends(0))
     three = torch.zeros(3, 3, 2)
     return [
         bad(ValueError, "dt [3, 3], A [4]", dt=torch.zeros(3, 3)),
@@ -633,17 +524,10 @@ def _ssd_scan() -> list[Bad]:
 
 
 def _gated_delta_rule() -> list[Bad]:
-    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
-        heads = torch.zeros(3, 4, 2)
-        gate = torch.zeros(3, 4)
-        call = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate} | changed
-        return Bad(
-            "gated_delta_rule",
-            lambda: gated_delta_rule(**call, cu_seqlens=_ends(0)),
-            error,
-            message,
-        )
-
+    heads = torch.zeros(3, 4, 2)
+    gate = torch.zeros(3, 4)
+    good = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate}
+    bad = partial(of("gated_delta_rule", gated_delta_rule), **good, cu_seqlens=_ends(0))
     return [
         bad(ValueError, "expected q [T, H, K], k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
         bad(ValueError, "g [3, 4], beta [3], expected", beta=torch.zeros(3)),
