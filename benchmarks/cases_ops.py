@@ -227,9 +227,9 @@ class Given:
 
 
 def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
-    """What a router computes for experts that are given: the operator alone, against the same
-    steps in torch; then a whole router from its logits, against megatron-core's. Ours takes the
-    ids as they are kept, uint8; megatron's need int64."""
+    """A router with replayed experts: the operator alone, against the same steps in torch; then a
+    whole router from its logits, against megatron-core's. Ours takes ids as they are stored, uint8;
+    megatron's need int64."""
 
     def in_torch(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         values = scores.gather(1, ids)

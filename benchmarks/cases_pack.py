@@ -256,14 +256,15 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     lengths = lengths_of(shrink)
     total = sum(lengths)
     layers = range(LAYERS)
+    g = torch.Generator().manual_seed(0)
     batch = batch_of(
         lengths,
-        tokens=torch.randint(154_880, (total,)),
-        targets=torch.randint(154_880, (total,)),
-        loss_mask=torch.rand(total) > 0.5,
-        rollout_logprobs=torch.rand(total),
-        advantages=torch.rand(total),
-        routes=torch.randint(EXPERTS, (total, LAYERS, TOP_K), dtype=torch.uint8),
+        tokens=torch.randint(154_880, (total,), generator=g),
+        targets=torch.randint(154_880, (total,), generator=g),
+        loss_mask=torch.rand(total, generator=g) > 0.5,
+        rollout_logprobs=torch.rand(total, generator=g),
+        advantages=torch.rand(total, generator=g),
+        routes=torch.randint(EXPERTS, (total, LAYERS, TOP_K), generator=g, dtype=torch.uint8),
         layer_ids=tuple(layers),
     )
     shard = shard_at(batch, range(len(lengths)), place)

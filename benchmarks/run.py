@@ -21,12 +21,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import measure as timing
 from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of, with_gpu_bars
 from benchmarks.measure import measure
+from benchmarks.tables import markdown, show
 from pyrl_ext.megatron.cpu import keep_memory
 from pyrl_ext.ops._native import C
 
@@ -88,9 +87,9 @@ def main() -> None:
     title = f"{title}: torch {torch.__version__}, {how}, load {load:.1f}, {date.today()}"
     columns, cells = table_of(rows)
     if args.markdown:
-        print(markdown(title, columns, cells))
+        print(f"### {title}\n\n{markdown(columns, cells)}\n")
     else:
-        show(title, columns, cells)
+        show(columns, cells, 140, title=title, caption=NOTE, padding=(0, 0), pad_edge=False)
     for line in bars(rows):
         print(line)
     print(count_bars(rows))
@@ -212,21 +211,6 @@ def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def _plain(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def show(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, caption=NOTE, caption_justify="left", padding=(0, 0), pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in cells:
-        table.add_row(*row)
-    Console(width=140).print(table)
-
-
-def markdown(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(columns) - 1)
-    lines = [f"| {' | '.join(row)} |" for row in (columns, rule, *cells)]
-    return "\n".join([f"### {title}", "", *lines, ""])
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -236,7 +236,7 @@ def show_times(title: str, found: Mapping[str, dict[str, Any]]) -> None:
         spent = sorted(each["spent"].seconds.items(), key=lambda item: -item[1])
         rest = [(n, s) for n, s in spent if n not in PRODUCTS]
         line = ", ".join(f"{n} {1e3 * s:.0f}" for n, s in rest[:12])
-        print(f"{name}, beside products [ms]: {line}")
+        print(f"{name}, without matrix products [ms]: {line}")
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ def test_table_of_and_plot_hold_every_row(tmp_path):
     assert [len(c) for c in cells] == [len(columns)] * 2
     assert cells[1][0] == "again"
     assert cells[1][-1] == ""
-    assert run.markdown("t", columns, cells).count("\n| ") == 4
+    assert f"\n{run.markdown(columns, cells)}".count("\n| ") == 4
     report = json.loads(json.dumps(dict(family="f", device="d", rows=[row])))
     plot(report, tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
