@@ -243,8 +243,7 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
-        chunks: CausalChunks
-        | None = None,  # given: keys and values are gathered already, in its order
+        chunks: CausalChunks | None = None,  # not None: keys, values are gathered, in its order
     ) -> Tensor:
         assert packed_seq_params is not None
         group = packed_seq_params.place.cp_group

@@ -1,4 +1,4 @@
-"""What the tensors of an operator must be: shapes of named dimensions, dtypes, and one device."""
+"""Checks of an operator's tensors: shapes with named dimensions, dtypes, and a common device."""
 
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Arguments:
                 raise self._error(tensors)
 
     def _error(self, tensors: tuple[Any, ...]) -> Exception:
-        """Of the shapes, if they do not fit, then of dtypes, then of devices."""
+        """The error for the first wrong property: a shape, then a dtype, then a device."""
         given = {n: each for n, each in zip(self.names, tensors) if each is not None}
         declared = {n: each for n, each in zip(self.names, self.declared) if n in given}
         sizes = {"": 1}

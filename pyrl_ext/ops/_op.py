@@ -76,9 +76,9 @@ class Op:
     def serve(self, package: str, *names: str, function: str = "") -> None:
         """Add the backends of modules of ``package``, the fastest first, the reference last.
 
-        A module is imported when it is first asked, Triton's only where Triton can run. It holds
-        ``function``, by default the operator's name, and may hold ``refuse``, or one of its own,
-        ``refuse_<function>``. A gradient's ``refuse`` gets the arguments behind the first.
+        A module is imported at its first call, Triton's only where Triton can run. It defines
+        ``function`` (by default the operator's name), and it may define ``refuse_<function>``, or
+        ``refuse`` for all its functions. A gradient's ``refuse`` gets all arguments but the first.
         """
         function = function or self.name
         for name in names:

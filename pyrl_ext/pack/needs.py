@@ -138,9 +138,8 @@ class NeededRows(NamedTuple):
 
 
 Needs = Mapping[str, NeededRows]  # by the name of the stream
-KEPT_COUNTS = {
-    "kept_counts": Field("kept", torch.int32)
-}  # of a row, in addition to `NeededRows.fields`
+# columns of kept sets, in addition to `NeededRows.fields`
+KEPT_COUNTS = {"kept_counts": Field("kept", torch.int32)}
 KEPT_IDS = {"kept_ids": Field("kept", torch.int32)}
 
 

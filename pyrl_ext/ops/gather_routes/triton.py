@@ -39,7 +39,7 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
 
 @triton.jit
 def gather_routes_kernel(
-    routes,  # [T, L, K] read, rows row_stride elements apart
+    routes,  # [T, L, K] read; row_stride: elements from one row to the next
     rows,  # [M] int64, -1 or a row of routes
     slots,  # [l] int64
     out,  # [l, M, K] written
