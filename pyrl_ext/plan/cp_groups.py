@@ -35,7 +35,8 @@ def costs_of(plan: Plan) -> CostModel:
     or else on the plan's GPU as `step_time` prices an update; without a GPU, operations."""
     measured = plan.cp_cost
     if measured.token_seconds is not None:
-        known = tuple(ExchangeCost(*each) for each in measured.exchanges or [(1, 0, 0)])
+        known = tuple(ExchangeCost(*each) for each in measured.exchanges)
+        known = known or (ExchangeCost(1, 0, 0),)
         seconds = (measured.token_seconds, measured.square_seconds, measured.launch_seconds)
         return CostModel(*seconds, known)
     gpu = gpu_of(plan)
