@@ -196,4 +196,4 @@ def _token_ids(value: Any) -> list[int]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral)

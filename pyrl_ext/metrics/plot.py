@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 # Blue, orange, green, purple of the Okabe-Ito set: told apart also by the colour-blind, in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E5EA2", "#56B4E9", "#6B6B6B")
-HELD_OUT = {"linestyle": "--", "marker": "o", "markersize": 7, "markeredgecolor": "white"}
+HELD_OUT: dict[str, Any] = {
+    "linestyle": "--",
+    "marker": "o",
+    "markersize": 7,
+    "markeredgecolor": "white",
+}
 INK = "#2B2B2B"
+Key = tuple[str, dict[str, Any]]  # of a legend: label, style
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -88,7 +94,7 @@ def _draw_curve(
         axes.plot(steps, evaluated, color=own, **HELD_OUT)
     axes.set_ylabel(unit)
     training = "training" if window == 1 else f"training, mean of {window} steps"
-    keys: list[tuple[str, dict]] = [(training, {}), (f"held-out {held_out}", HELD_OUT)]
+    keys: list[Key] = [(training, {}), (f"held-out {held_out}", HELD_OUT)]
     _head(axes, name.capitalize(), runs, keys)
 
 
@@ -102,7 +108,7 @@ def _draw_norm(axes: Axes, runs: Sequence[RunHistory]) -> None:
 def _draw_mismatch(axes: Axes, runs: Sequence[RunHistory]) -> None:
     solid = {"linestyle": "-"}
     dashed = {"linestyle": "--"}
-    keys: list[Any] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
+    keys: list[Key] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
     positive = False
     crosses = 0
     for run, colour in _coloured(runs):
@@ -130,7 +136,7 @@ def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
     axes.plot(steps, heights, color=colour, linestyle="", marker="x", transform=transform)
 
 
-def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[tuple[str, dict]]) -> None:
+def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[Key]) -> None:
     """The title, and below it a legend of line styles and, for several runs, of colours."""
     from matplotlib.lines import Line2D
 
@@ -145,7 +151,11 @@ def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[tuple[s
     long = sum(len(str(handle.get_label())) for handle in handles) > 80
     columns = min(3 if long else 5, len(handles))
     axes.set_title(title, pad=8 + 18 * -(-len(handles) // columns))
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.008, 1.0), "borderaxespad": 0.1}
+    place: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (-0.008, 1.0),
+        "borderaxespad": 0.1,
+    }
     legend = axes.legend(handles=handles, ncols=columns, columnspacing=1.5, **place)
     legend.set_in_layout(False)  # the title's padding makes room for it
     for text in legend.get_texts():

@@ -134,7 +134,7 @@ def read_rows(path: str | Path) -> list[dict[str, float]]:
     return _parse(Path(path))[0]
 
 
-def _encode(row: Row) -> str:
+def _encode(row: Mapping[str, object]) -> str:
     plain: dict[str, object] = {}
     nonfinite = {}
     for name, value in row.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ class Adapters:
         return factors
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> Generator[None]:
         """The base alone."""
         for adapter in self._adapters:
             adapter.on = False

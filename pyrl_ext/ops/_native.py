@@ -48,14 +48,14 @@ def loaded(extension: Any, root: Path) -> Any:
     )
 
 
-C: Any = None
+_found: Any = None
 _missing = ""
 try:
     from pyrl_ext import _C  # type: ignore[attr-defined]
 
-    C = loaded(_C, Path(__file__).parents[2])
-    if C is _C:
-        C.auto_isa()  # a ValueError where PYRL_ISA names what this processor does not have
+    _found = loaded(_C, Path(__file__).parents[2])
+    if _found is _C:
+        _found.auto_isa()  # a ValueError where PYRL_ISA names what this processor does not have
 except ImportError as error:
     _missing = f"pyrl_ext._C is not built ({error})"
     warnings.warn(
@@ -64,6 +64,7 @@ except ImportError as error:
         RuntimeWarning,
         stacklevel=2,
     )
+C: Any = _found
 
 
 DTYPES = {  # enum class DType of csrc/common/dtype.hpp

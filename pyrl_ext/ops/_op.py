@@ -5,7 +5,7 @@ live one layer up, in the functions that call operators.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -69,7 +69,9 @@ class Op:
         torch.library.register_fake(self.qualname, fake)
         self.overload = getattr(torch.ops.pyrl_ext, name).default
 
-    def backend(self, name: str, run: Callable, *, refuse: Callable = _accept) -> None:
+    def backend(
+        self, name: str, run: Callable[..., Any], *, refuse: Callable[..., str | None] = _accept
+    ) -> None:
         """Add a backend after those already added: list the fastest first, the reference last."""
         self.backends.append(Backend(name, run, refuse))
 
@@ -86,7 +88,7 @@ class Op:
 
     def _backend_of(self, package: str, name: str, function: str) -> Backend:
         @cache
-        def loaded() -> tuple[Callable, Callable]:
+        def loaded() -> tuple[Callable[..., Any], Callable[..., str | None]]:
             module = import_module(f"{package}.{name}")
             refuse = getattr(module, "refuse", _accept)
             if function.endswith("_grad"):
@@ -110,7 +112,9 @@ class Op:
             return f"{argument} is on {first.device}, expected cuda"
         return None if find_spec("triton") else "triton is not installed"
 
-    def gradient(self, backward: Callable, save: Callable = _save_arguments) -> None:
+    def gradient(
+        self, backward: Callable[..., Any], save: Callable[..., None] = _save_arguments
+    ) -> None:
         """Add the derivative (``backward`` and ``setup_context`` of ``torch.library``); by
         default all arguments are saved, which are then tensors or None."""
         torch.library.register_autograd(self.qualname, backward, setup_context=save)
@@ -156,7 +160,7 @@ def serve_gpu_from(name: str) -> None:
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str) -> Generator[None]:
     """Serve every operator called inside from the backend ``name``, or raise where it declines.
 
     It holds in every thread of the process, so that gradients taken inside are served by it, too.

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ THREADS = 4
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """A path to write to; the file replaces ``path`` when the block ends.
 
     A reader sees the old file or the new one, also after a crash or on a full disk.
@@ -69,7 +69,7 @@ class FolderError(OSError):
 
 
 @contextmanager
-def locked(folder: Path, is_main: bool, world: ProcessGroup | None = None) -> Iterator[None]:
+def locked(folder: Path, is_main: bool, world: ProcessGroup | None = None) -> Generator[None]:
     """Own ``folder`` while the block runs: a second process that tries gets an error.
 
     The main rank locks ``<folder>/lock``; the kernel releases the lock when the process ends,
@@ -104,7 +104,7 @@ def locked(folder: Path, is_main: bool, world: ProcessGroup | None = None) -> It
 
 
 @contextmanager
-def _own(folder: Path) -> Iterator[None]:
+def _own(folder: Path) -> Generator[None]:
     """`locked` on the main rank."""
     with ExitStack() as stack:
         try:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ def buckets_of(
 
 
 @contextmanager
-def read_to_the_end(buckets: Iterable[object]) -> Iterator[None]:
+def read_to_the_end(buckets: Iterable[object]) -> Generator[None]:
     """Read what is left where the block fails: other ranks wait for this one's part in what they
     gather."""
     try:

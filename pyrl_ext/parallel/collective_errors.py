@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 @contextmanager
-def agreeing(call: str, what: str, group: dist.ProcessGroup | None) -> Iterator[list[Any]]:
+def agreeing(call: str, what: str, group: dist.ProcessGroup | None) -> Generator[list[Any]]:
     """What the block appends to the list has to be the same on every rank; see `agree`.
 
     Other ranks wait at the end of the block, also for one whose block raises.

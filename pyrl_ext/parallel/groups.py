@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, wraps
@@ -149,7 +149,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 @contextmanager
-def group_name(name: str) -> Iterator[None]:
+def group_name(name: str) -> Generator[None]:
     """Give the process group made in this block a name; torch has no argument for it."""
     torch_names: Any = dist.distributed_c10d
     theirs = torch_names._process_group_name

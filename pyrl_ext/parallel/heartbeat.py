@@ -19,14 +19,14 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.external_groups import own_address
@@ -253,7 +253,7 @@ class Heartbeat:
 
 
 @contextmanager
-def heartbeats(topo: Topology) -> Iterator[Heartbeat]:
+def heartbeats(topo: Topology) -> Generator[Heartbeat]:
     """Exchange heartbeats while the block runs; an error in it is reported to the other ranks.
 
     When another rank fails, dies, or hangs for ``SILENT`` seconds, the process exits with code 1

@@ -6,7 +6,7 @@ import json
 import uuid
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.topology import Topology, launched

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint.utils import _create_file_view  # pyright: ignore[reportPrivateUsage]
 
 MOST = 1 << 26  # [bytes] of a tensor read at a time
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from torch.profiler import record_function
@@ -40,7 +40,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Generator[None]:
         """Count the time inside the ``with`` block as phase ``name``, also if it raises."""
         outer = self._phase
         self._phase = name

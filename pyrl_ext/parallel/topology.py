@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -202,7 +202,7 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
 @contextmanager
 def start(
     plan: Plan, timeout: timedelta = timedelta(minutes=30), connect: bool = True
-) -> Iterator[Topology]:
+) -> Generator[Topology]:
     """Join the other processes and make the plan's groups; destroy them when the block ends.
 
     Args:
@@ -299,7 +299,7 @@ def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, dist.Pro
     return found
 
 
-_STARTED = 0
+_started = 0
 """Topologies that this process took part in."""
 
 
@@ -308,13 +308,13 @@ def _meet() -> tuple[tuple[int, ...], int]:
 
     Communicates: 16 bytes of every rank, on the CPU.
     """
-    global _STARTED
-    mine = torch.tensor([host_key(), _STARTED])
+    global _started
+    mine = torch.tensor([host_key(), _started])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     hosts, started = torch.stack(everyone).T.tolist()
-    _STARTED = max(started) + 1
-    return tuple(hosts), _STARTED
+    _started = max(started) + 1
+    return tuple(hosts), _started
 
 
 # The setting of torch's CUDA allocator ------------------------------------------------------------
@@ -341,4 +341,4 @@ def _set_allocator(plan: Plan) -> None:
     """Apply `allocator_setting`, to this process alone: an engine's process inherits variables."""
     setting = allocator_setting(plan, os.environ)
     if setting is not None:
-        torch._C._accelerator_setAllocatorSettings(setting)  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._accelerator_setAllocatorSettings(setting)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]

@@ -262,7 +262,7 @@ def _any_failed(
     state = _FAILED if error is not None else _END if event is None else _EVENT
     mine = torch.tensor([state, -1 if event is None else event.prompt_id])
     everyone = torch.empty(2 * holders.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, mine, group=holders)
+    dist.all_gather_into_tensor(everyone, mine, group=holders)  # pyright: ignore[reportDeprecated]
     states = everyone.view(-1, 2).tolist()
     if any(each == _FAILED for each, _ in states):
         return True

@@ -46,7 +46,9 @@ def encode(
     work = images.work
     tower = cast(VisionTower, module.models[0])
 
-    def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
+    def step(
+        numbers: Iterator[int], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
         number = next(numbers)
         output, rows_of = forward(module, shard, number)
 

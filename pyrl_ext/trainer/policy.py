@@ -36,6 +36,9 @@ from pyrl_ext.trainer.module_pipe import Edges, build_edges
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.weights.modules import LiveParams, ModuleTensors
 
+Reduced = tuple[Tensor, Tensor, Any]
+"""Of a microbatch: the sum of its loss, the number of its tokens, anything."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -190,7 +193,7 @@ class Policy:
         self._need_stream("scores")
         replay_hooks = self.module.replay
 
-        def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
+        def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> Reduced:
             values = torch.stack(scored, -1).float()  # log-prob and entropy
             assert micro.inputs is not None  # the last stage has them
             return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
@@ -275,7 +278,7 @@ class Policy:
         self._need_stream("accumulate")
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
-        def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
+        def reduce(micro: Microbatch, scored: tuple[Any, ...], mtp: list[Tensor]) -> Reduced:
             assert micro.inputs is not None  # the last stage has them
             total, count, sums = scored if in_chunk else loss(scored[0], scored[1], micro.inputs)
             sums = {"loss": (total.detach(), count), **sums}
@@ -320,11 +323,11 @@ class Policy:
     def _run(
         self,
         shard: BatchShard,
-        reduce: Callable[..., tuple],
+        reduce: Callable[..., Reduced],
         replayed: bool,
         forward_only: bool = False,
         in_chunk: LossFn | None = None,
-    ) -> list:
+    ) -> list[Any]:
         """Run megatron's schedule over the microbatches of ``shard``.
 
         A pass that trains scores loss tokens only; the log-probs of others may be NaN.
@@ -358,13 +361,15 @@ class Policy:
         self,
         prefetch: MicrobatchPrefetcher,
         images: Features,
-        reduce: Callable[..., tuple],
+        reduce: Callable[..., Reduced],
         forward_only: bool,
         in_chunk: LossFn | None,
-    ) -> list:
+    ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+        def step(
+            iterator: Iterator[Any], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Any], Reduced]]:
             index, ready = next(iterator)
             self.llm.replay.use(index, ready.routes)
             micro = ready.micro
@@ -380,7 +385,7 @@ class Policy:
             output = chunk(tokens, positions, None, **more)
             prefetch.prepare_next()  # copied while a GPU computes what was launched above
 
-            def of_output(output: Any) -> tuple:
+            def of_output(output: Any) -> Reduced:
                 """On the last stage: what `score_tokens` made of each depth."""
                 first, *others = output if isinstance(output, list) else [output]
                 with record_function("pyrl: loss"):
@@ -391,7 +396,7 @@ class Policy:
         chunks = self.llm.chunks
         topo = self.topo
         shape_of = partial(prefetch.handed_on, self.plan)
-        iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
+        iterators: list[Iterator[Any]] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
         return get_forward_backward_func(topo.pp_size, topo.vpp_size)(
             forward_step_func=step,
@@ -410,7 +415,7 @@ class Policy:
             for chunk in module.chunks:
                 chunk.train(training)
 
-    def _sums(self, parts: list[dict]) -> dict[str, tuple[float, float]]:
+    def _sums(self, parts: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
         """(sum, count) of each metric over all microbatches of all ranks.
 
         Communicates: the metrics' names and sums. Syncs: reads the sums.

@@ -36,7 +36,7 @@ from pyrl_ext.trainer.staleness import ages_of, by_age
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import check_batch, full_check, gaps, mismatch_limit, sync_weights
 
-Phase = Callable[[str], AbstractContextManager]
+Phase = Callable[[str], AbstractContextManager[object]]
 Metrics = dict[str, float]
 
 

@@ -6,6 +6,8 @@ computed in float32 (float64 for float64) and rounded once. Gradient: to ``x``, 
 derivative.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
@@ -45,7 +47,7 @@ grad_op.backend("causal_conv1d", causal.causal_conv1d_grad, refuse=causal.refuse
 grad_op.backend("reference", reference.causal_conv1d_grad)
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, cu_seqlens = ctx.saved_tensors
     of_x, of_weight, of_bias = grad_op(grad, x, weight, bias, cu_seqlens)
     return of_x, of_weight, None if bias is None else of_bias, None

@@ -5,7 +5,7 @@ Backends: native (C++ threads on CPU; CUDA, two launches), triton (the same two)
 Gradient: to ``probs``, one kernel; of any order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +63,14 @@ grad_op = Op(
 grad_op.serve(__name__, "native", "triton", "reference")
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)  # none of zeros for the integers
     _weights, _rows, _starts, order, places, _counts = output
     ctx.save_for_backward(order, places)
     ctx.shape = inputs[0].shape
 
 
-def _backward(ctx, *grads):
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad = grads[0]
     return (
         None,
@@ -79,11 +79,11 @@ def _backward(ctx, *grads):
     )
 
 
-def _save_again(ctx, inputs, output):
+def _save_again(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[2])
 
 
-def _backward_again(ctx, grad):
+def _backward_again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (places,) = ctx.saved_tensors
     return grad.reshape(-1).gather(0, places), None, None, None, None  # the gradient is linear
 

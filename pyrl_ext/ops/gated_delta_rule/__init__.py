@@ -6,6 +6,8 @@ for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; st
 again, so only the arguments are kept. There is no second derivative.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from pyrl_ext.ops._arguments import WIDE_RANGE, Arguments, Like
@@ -41,7 +43,7 @@ grad_op = Op(
 grad_op.serve(__name__, "fla", "reference")
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *grad_op(grad, *ctx.saved_tensors), None
 
 

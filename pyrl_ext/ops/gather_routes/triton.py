@@ -1,3 +1,6 @@
+# the parameters of kernels have no types in Python
+# pyright: reportMissingParameterType=false
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,6 +5,8 @@ Gradient: to ``src`` through the inverse map (rows gathered more than once add u
 same order) and to ``fill``; of any order.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,13 +47,13 @@ op.serve(__name__, "native", "triton")
 op.backend("reference", reference)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     src, rows, _fill, starts, order = inputs
     ctx.save_for_backward(rows, starts, order)
     ctx.num_src = src.shape[0]
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, starts, order = ctx.saved_tensors
     grad_src = grad_fill = None
     if ctx.needs_input_grad[0]:

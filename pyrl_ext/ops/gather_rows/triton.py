@@ -1,6 +1,10 @@
 """Every tensor comes as integers of its element's width, so a kernel serves all dtypes."""
 
+# the parameters of kernels have no types in Python
+# pyright: reportMissingParameterType=false
+
 from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +33,7 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor
     return out
 
 
-def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) -> None:
+def launch(fields: list[Tensor], rows: Tensor, fills: list[Any], outs: list[Tensor]) -> None:
     """Gather ``rows`` of every field; ``fills`` are all rows (tensors) or all numbers."""
     widths = []
     tall = []

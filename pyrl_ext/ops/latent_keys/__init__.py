@@ -4,6 +4,8 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch). The grad
 is one pass too, ``latent_keys_grad``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,15 +55,15 @@ grad_op.serve(__name__, "native", "triton")
 grad_op.backend("reference", reference_grad)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.plain = inputs[2]
 
 
-def _backward(ctx, key_grad, value_grad):
+def _backward(ctx: Any, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor | None, ...]:
     return *latent_keys_grad(key_grad, value_grad, ctx.plain), None
 
 
-def _backward_again(ctx, both, shared):
+def _backward_again(ctx: Any, both: Tensor, shared: Tensor) -> tuple[Tensor | None, ...]:
     return *op(both, shared, ctx.plain), None  # the gradient is linear
 
 

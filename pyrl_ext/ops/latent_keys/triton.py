@@ -1,3 +1,6 @@
+# the parameters of kernels have no types in Python
+# pyright: reportMissingParameterType=false
+
 from typing import Any
 
 import torch

@@ -10,6 +10,8 @@ Gradient: to ``scores``, from the gradient of the probabilities at ``ids``; one 
 deterministic. There is no second derivative.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,13 +49,13 @@ grad_op = Op(
 grad_op.serve(__name__, "native", "triton", "reference")
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)  # none of zeros for the map
     scores, ids, ctx.norm, ctx.scale, _ = inputs
     ctx.save_for_backward(scores, ids)
 
 
-def _backward(ctx, grad_probs, _grad_map):
+def _backward(ctx: Any, grad_probs: Tensor | None, _grad_map: Any) -> tuple[Tensor | None, ...]:
     if grad_probs is None:
         return None, None, None, None, None
     return grad_op(grad_probs, *ctx.saved_tensors, ctx.norm, ctx.scale), None, None, None, None

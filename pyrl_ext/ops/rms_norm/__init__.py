@@ -79,13 +79,13 @@ grad_op.serve(__name__, "triton", "native")
 grad_op.backend("reference", reference_grad)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)  # none of zeros for the scale
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     return (None, None, None) if grad is None else (*rms_norm_grad(grad, *ctx.saved_tensors), None)
 
 

@@ -4,7 +4,7 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch). Gradient
 rotation, which is rotary with ``back``; of any order.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,12 +57,12 @@ op.serve(__name__, "native", "triton")
 op.backend("reference", reference)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _query, _key, turns, *ctx.how = inputs
     ctx.save_for_backward(turns)
 
 
-def _backward(ctx, query_grad, key_grad):
+def _backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
     last, source, result, back = ctx.how
     (turns,) = ctx.saved_tensors
     grads = op(query_grad, key_grad, turns, last, result, source, not back)

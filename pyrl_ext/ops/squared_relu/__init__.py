@@ -5,6 +5,8 @@ once. Gradient: to both inputs; it computes the unit again, so only the argument
 no second derivative.
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,7 +49,7 @@ grad_op = Op(
 grad_op.backend("reference", reference_grad)
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return squared_relu_grad(grad, *ctx.saved_tensors)
 
 

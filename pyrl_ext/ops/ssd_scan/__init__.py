@@ -6,6 +6,8 @@ for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; st
 again, so only the arguments are kept. There is no second derivative.
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,7 +46,7 @@ grad_op = Op(
 grad_op.serve(__name__, "mamba_ssm", "reference")
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *grad_op(grad, *ctx.saved_tensors), None
 
 

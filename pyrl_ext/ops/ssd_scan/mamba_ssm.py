@@ -21,8 +21,8 @@ def ssd_scan(
     if not x.numel():
         return x.new_empty(x.shape)
     numbers = _numbers(cu_seqlens, x)
-    x, dt, B, C = (each.contiguous()[None] for each in (x, dt, B, C))
-    return _run(x, dt, A, B, C, D, numbers)[0]
+    x, dt, b, c = (each.contiguous()[None] for each in (x, dt, B, C))
+    return _run(x, dt, A, b, c, D, numbers)[0]
 
 
 def ssd_scan_grad(

@@ -5,6 +5,8 @@ order, so that the result is the same in every run; no atomics.
 Gradient: gather_rows, whose gradient is sum_rows; of any order.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,12 +64,12 @@ op.serve(__name__, "native", "triton")
 op.backend("reference", reference)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _src, *saved = inputs
     ctx.save_for_backward(*saved)
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, starts, order = ctx.saved_tensors
     return gather(grad, rows, None, starts, order), None, None, None
 

@@ -7,6 +7,8 @@ is kept. The gradient of a weight is a sum over its row in an order that the wid
 no second derivative.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ grad_op.serve(__name__, "native", "triton")
 grad_op.backend("reference", reference_grad)
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, weight = ctx.saved_tensors
     grads, weight_grad = swiglu_grad(grad, gate_up, weight)
     return grads, None if weight is None else weight_grad

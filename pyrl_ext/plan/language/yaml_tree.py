@@ -22,7 +22,7 @@ _LONGEST = 4_000_000  # characters of a config
 class _Loader(yaml.SafeLoader):
     """YAML as people expect it: 1e-3 is a number; 010, 1:30 and dates are text; no aliases."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (the name is PyYAML's)
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 (the name is PyYAML's)
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         event = self.peek_event()
@@ -57,7 +57,11 @@ class Place(NamedTuple):
     line: int
 
 
-_KINDS = {MappingNode: "a mapping", SequenceNode: "a list", ScalarNode: "a single value"}
+_KINDS: dict[type[Node], str] = {
+    MappingNode: "a mapping",
+    SequenceNode: "a list",
+    ScalarNode: "a single value",
+}
 _DEEPEST = 64  # what writes a plan as JSON gives up at 255
 
 

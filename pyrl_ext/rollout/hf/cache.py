@@ -52,7 +52,9 @@ class SlotCache:
         self._places = places
         self._length = length
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, ...]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
         """Stores the new keys and values [B, heads, T, dim]; returns those to attend to."""
         if layer_idx not in self.layers:
             # zeros, not empty: a masked key has weight 0, and 0 * nan would be nan

@@ -254,7 +254,7 @@ class Sender:
             if self.kind == "shm":
                 send_handle(connection, self._blocks[index].file, None)
             elif self.kind == "ipc":
-                send(connection, buffer.untyped_storage()._share_cuda_())
+                send(connection, buffer.untyped_storage()._share_cuda_())  # pyright: ignore[reportPrivateUsage]
         if self._broadcast is not None:
             self._sending = self._broadcast.start(buffer[: bucket.bytes])
 
@@ -360,7 +360,7 @@ class Reader:
         torch.cuda.init()
         # its GPU number is the sender's; here is one GPU
         _, *handle = recv(self.connection, tuple)
-        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
+        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)  # pyright: ignore[reportPrivateUsage]
         empty = torch.empty(0, dtype=torch.uint8, device="cuda")
         return empty.set_(storage, 0, (size,), (1,))  # type: ignore[arg-type]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
@@ -111,7 +111,7 @@ class AdapterLoading:
         return parse_fine_tuned_lora_name(f"{name}.lora_A.weight", mapper)[0]
 
     @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
+    def _without_adapters(self) -> Generator[None]:
         """vLLM's loaders find modules by their names without adapters' wrappers."""
         from vllm.lora.utils import replace_submodule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ def start(interpreted: bool, **arguments: Any) -> LLMEngine:
 
 
 @contextmanager
-def world_of(ranks: int | None) -> Iterator[None]:
+def world_of(ranks: int | None) -> Generator[None]:
     """vLLM makes its groups of all ranks that torch has, which waits for all of them; within this,
     of the first ``ranks``, without the others, such as an encoder's, that have no engine."""
     size = dist.get_world_size

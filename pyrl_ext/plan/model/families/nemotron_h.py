@@ -16,8 +16,14 @@ from pyrl_ext.plan.model.weight import Weight
 
 # The letters of `hybrid_override_pattern`, and the words of `layers_block_type`, old and new
 KINDS = {letter: kind for kind, letter in LETTERS.items()}
-WORDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
-WORDS |= {"mlp": "-", "moe": "E"}
+WORDS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
 
 
 class NemotronH(SigmoidRouted, GroupedQuery):

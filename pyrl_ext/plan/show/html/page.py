@@ -21,7 +21,7 @@ def environment(*folders: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals["series"] = SERIES
+    made.globals["series"] = SERIES  # pyright: ignore[reportArgumentType]
     return made
 
 
