@@ -67,6 +67,7 @@ check: build  ## formatter, linter, types (2 min)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python --project pyright-standard.toml
 
 test: build $(VENV)/.browser  ## the suite without slow tests (10 min)
 	$(PYTEST) $(TWO) -m "not slow and not vllm"

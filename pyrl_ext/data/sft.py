@@ -1,8 +1,5 @@
 """The samples of a run without rollouts: records of conversations, or of tokens with a mask."""
 
-# torch.from_numpy is not fully typed
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -19,9 +19,6 @@ Where an encoder shares the ranks of its reader's first stage, both ends are in 
 sender and receiver at once, and the reader's backward continues into the encoder.
 """
 
-# torch.distributed is not fully typed
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

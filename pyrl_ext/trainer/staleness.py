@@ -1,8 +1,5 @@
 """Metrics by the age of tokens and trajectories, of runs that generate ahead of the trainer."""
 
-# torch.from_numpy is not fully typed
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import torch

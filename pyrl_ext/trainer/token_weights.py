@@ -1,8 +1,5 @@
 """Weights of tokens that follow from a scored batch: made once, on the host, before the update."""
 
-# torch.from_numpy is not fully typed
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import replace
