@@ -41,9 +41,9 @@ AGE_METRICS = (
         "Groups that were begun for the step before, and became complete too late for it.",
     ),
     Metric(
-        "rollout/too_old_groups",
+        "rollout/stale_groups",
         "groups",
-        "Complete groups with loss tokens older than rollout.ahead, which are not trained on.",
+        "Complete groups that were dropped: a loss token is more than rollout.ahead versions old.",
     ),
 )
 

@@ -63,7 +63,7 @@ class AsyncRollouts:
 
     With ``rollout.oversample`` the groups that are not among the first complete ones go on, and
     the next step takes those that are complete by then before its own; a group is carried once. One
-    step of ``ahead`` is kept for that, unless older tokens are trained too (``rollout.too_old``).
+    step of ``ahead`` is kept for that, unless ``rollout.stale_groups`` is train.
 
     All communication is in the caller's thread, and so is every call of a reward function.
 
@@ -95,7 +95,7 @@ class AsyncRollouts:
         self.request_of = request_of
         self.scorer = scorer
         self.carries = plan.prompts_asked > plan.batching.prompts
-        spare = self.carries and plan.rollout.too_old == "drop"
+        spare = self.carries and plan.rollout.stale_groups == "drop"
         self.lookahead = plan.rollout.ahead - spare
         self._jobs: dict[int, _Job] = {}
         self._first = self._next = 0  # step that was not taken, and that has not begun
@@ -245,14 +245,14 @@ class AsyncRollouts:
     def _oldest(self, step: int) -> int | None:
         """The oldest version whose tokens ``step`` is trained on; None: any."""
         rollout = self.plan.rollout
-        return step - rollout.ahead if rollout.too_old == "drop" else None
+        return step - rollout.ahead if rollout.stale_groups == "drop" else None
 
     def _ended(self, step: int) -> bool:
         """True if the counts of a step are known; groups that are carried may go on."""
         return self.carries or self._jobs[step].over
 
     def _candidates(self, step: int, counts: Counts) -> list[tuple[_Job, list[Sample]]]:
-        """Complete groups of this and earlier steps without those that are too old, which go.
+        """Complete groups of this and earlier steps; stale ones are dropped and counted.
 
         Raises: what a thread raised.
         """
@@ -267,7 +267,7 @@ class AsyncRollouts:
                     found.append((job, group))
                     continue
                 job.take(group)
-                counts["too_old"] += 1
+                counts["stale"] += 1
                 counts["discarded"] += sum(map(sampled_tokens, group))
         return found
 
@@ -277,9 +277,9 @@ class AsyncRollouts:
             keep = self._jobs[step].request.keep
             raise RuntimeError(
                 f"rollout.ahead: {found} of {keep} groups of step {step} are left, and "
-                f"{counts['too_old']:.0f} have tokens older than {self.plan.rollout.ahead} "
-                "versions, expected all of them. Raise rollout.ahead, or train on older ones: "
-                "rollout.too_old: train"
+                f"{counts['stale']:.0f} are stale, with tokens more than {self.plan.rollout.ahead} "
+                "versions old, expected all of them. Raise rollout.ahead, or set "
+                "rollout.stale_groups: train"
             )
 
     def _drop(self, job: _Job, counts: Counts) -> None:
@@ -297,7 +297,7 @@ class AsyncRollouts:
             "age/mean": counts["ages"] / max(1, counts["age_tokens"]),
             "age/max": counts["max_age"],
             "rollout/ready": counts["ready"] / self.plan.batching.prompts,
-            "rollout/too_old_groups": counts["too_old"],
+            "rollout/stale_groups": counts["stale"],
         }
         if self.carries:
             metrics |= {

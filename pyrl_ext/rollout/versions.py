@@ -51,8 +51,7 @@ def need_versions(samples: Sequence[Sample], oldest: int | None, newest: int | N
             raise ValueError(
                 f"Sample(prompt {sample.prompt_id}, sample {sample.index}): token {token} is of "
                 f"version {int(versions[token])}, expected {oldest} to {newest}, the trainer's and "
-                "rollout.ahead before it. Raise rollout.ahead, or train on older ones: "
-                "rollout.too_old: train"
+                "rollout.ahead before it. Raise rollout.ahead, or set rollout.stale_groups: train"
             )
 
 

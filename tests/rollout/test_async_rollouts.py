@@ -168,10 +168,10 @@ def test_Ahead_stays_as_far_ahead_while_the_next_step_lacks_groups():
     assert run.begun == {step: max(0, step - ahead) for step in range(steps)}
 
 
-@pytest.mark.parametrize(("too_old", "begun"), [("drop", [7, 4]), ("train", [7, 4, 4])])
-def test_Ahead_asks_for_the_groups_that_a_step_lacks(too_old: str, begun: list[int]):
+@pytest.mark.parametrize(("stale_groups", "begun"), [("drop", [7, 4]), ("train", [7, 4, 4])])
+def test_Ahead_asks_for_the_groups_that_a_step_lacks(stale_groups: str, begun: list[int]):
     """Beside the three of seven that are left of the step before; of ``drop`` in one step less."""
-    run = Run(plan_of(2, 1.75, too_old=too_old), BusyEngine(0))
+    run = Run(plan_of(2, 1.75, stale_groups=stale_groups), BusyEngine(0))
     run.engine.load_weights((), 0)
     run.ahead.take(0)
     run.ahead.close()
@@ -182,7 +182,7 @@ def test_Ahead_asks_for_the_groups_that_a_step_lacks(too_old: str, begun: list[i
 @pytest.mark.parametrize(("held", "ready"), [(True, 0.75), (False, 1.0)])
 def test_Ahead_counts_the_groups_that_are_there_at_once(held: bool, ready: float):
     """The three that are carried, and those of the step up to the ones that it needs."""
-    run = Run(plan_of(2, 1.75, too_old="train"), BusyEngine(0, held=held))
+    run = Run(plan_of(2, 1.75, stale_groups="train"), BusyEngine(0, held=held))
 
     def train() -> None:
         run.engine.let(run.step - 1)
@@ -195,27 +195,27 @@ def test_Ahead_counts_the_groups_that_are_there_at_once(held: bool, ready: float
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_Ahead_trains_on_every_token_or_counts_it_as_given_up(cut: bool):
-    """It gives up groups that are too old, incomplete ones, and what the last step leaves."""
+    """It gives up stale groups, incomplete ones, and what the last step leaves."""
     engine = LossyEngine(0)
     engine.cut = cut
-    run = Run(plan_of(2, 1.75, too_old="drop"), engine)
+    run = Run(plan_of(2, 1.75, stale_groups="drop"), engine)
     found = run.steps(before=run.finish)
     trained = sum(sampled_tokens(s) for rollout, _ in found for s in rollout.samples)
     given_up = [metrics["rollout/aborted_tokens"] for _, metrics in found]
     assert trained + sum(given_up) == sum(map(sampled_tokens, engine.given))
-    too_old = [metrics["rollout/too_old_groups"] for _, metrics in found]
-    assert too_old == [0] * STEPS if cut else [0, 0, 0, 0, 3, 0, 0]
+    stale_groups = [metrics["rollout/stale_groups"] for _, metrics in found]
+    assert stale_groups == [0] * STEPS if cut else [0, 0, 0, 0, 3, 0, 0]
     assert bool(given_up[1]) == cut and given_up[-1] > 0
 
 
-@pytest.mark.parametrize("too_old", ["drop", "train"])
-def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
+@pytest.mark.parametrize("stale_groups", ["drop", "train"])
+def test_Ahead_trains_every_group_once_and_no_stale_token(stale_groups: str):
     """Whatever the order in which groups become complete; those that are late are carried once."""
     carried = given_up = 0.0
     for seed in range(24):
         ahead = 1 + seed % 3
         run = Run(
-            plan_of(ahead, oversample=1.75, too_old=too_old),
+            plan_of(ahead, oversample=1.75, stale_groups=stale_groups),
             BusyEngine(seed),
         )
         trained = list[int]()
@@ -228,7 +228,7 @@ def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
                 g // run.plan.prompts_asked < step for g in groups
             )
             ages = [step - v for s in rollout.samples for *_, v in spans_of(s)]
-            assert max(ages) == metrics["age/max"] <= ahead + (too_old == "train")
+            assert max(ages) == metrics["age/max"] <= ahead + (stale_groups == "train")
             carried += metrics["rollout/carried_groups"]
             given_up += metrics["rollout/aborted_groups"]
             mask = [s.route_mask for s in rollout.samples if s.version_spans]
@@ -248,7 +248,7 @@ def test_Ahead_begins_again_what_a_wrong_server_took_part_in(oversample: float):
     """In step 2 an engine turns out to be wrong; what is trained afterwards was begun after that,
     once each."""
     ahead = 1
-    run = Run(plan_of(ahead, oversample, too_old="train"), BusyEngine(3, wrong=2))
+    run = Run(plan_of(ahead, oversample, stale_groups="train"), BusyEngine(3, wrong=2))
     trained = [group for rollout, _ in run.steps(first=2) for group in groups_of(rollout)]
     assert run.engine.wrong is None
     assert len({*trained}) == len(trained) == KEEP * (STEPS - 2)
@@ -264,7 +264,7 @@ def test_Ahead_begins_again_what_a_wrong_server_ended():
 
 @pytest.mark.parametrize("oversample", [1.0, 1.75])
 def test_again_leaves_the_step_that_was_taken(oversample: float):
-    run = Run(plan_of(2, oversample, too_old="train"), BusyEngine(0))
+    run = Run(plan_of(2, oversample, stale_groups="train"), BusyEngine(0))
     run.engine.load_weights((), 0)
     taken = groups_of(run.ahead.take(0)[0])
     run.engine.begun.clear()
@@ -325,13 +325,13 @@ def test_Ahead_names_what_tried_to_end_the_process(error: BaseException):
         run.steps()
 
 
-def test_Ahead_drops_groups_that_are_too_old_and_says_when_too_few_are_left():
+def test_Ahead_drops_stale_groups_and_says_when_too_few_are_left():
     """An engine that takes no weights."""
     run = Run(plan_of(1), BusyEngine(0))
     run.engine.load_weights((), 0)
     for step in (0, 1):
         run.ahead.take(step)
-    with pytest.raises(RuntimeError, match="0 of 4 groups of step 2 are left, and 4 have tokens"):
+    with pytest.raises(RuntimeError, match="0 of 4 groups of step 2 are left, and 4 are stale"):
         run.ahead.take(2)
     run.ahead.close()
 
@@ -359,7 +359,7 @@ def test_Ahead_takes_a_share_of_each_step_from_every_rank():
 def trained(folder: Path, config: Path, *overrides: str) -> list[dict[str, float]]:
     """The rows of a run, without what may depend on ``rollout.ahead``, and on its environments."""
     assert train.main([str(config), f"run={folder}", "evaluate.every=0", *overrides]) == 0
-    apart = ("publish/", "age/", "rollout/ready", "rollout/too_old_groups", "turns/")
+    apart = ("publish/", "age/", "rollout/ready", "rollout/stale_groups", "turns/")
     return numbers(folder, *apart, "route/changed_rows")
 
 
@@ -411,8 +411,8 @@ def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     row = read_rows(tmp_path / "other-routes/metrics.jsonl")[-1]
     assert row["route/agree_topk"] < 1 and row["age/share_1"] < 1
     with pytest.raises(AssertionError):
-        run("too-old", *played, "rollout.ahead=1")
-    assert "groups of step 3 are left, and" in (tmp_path / "too-old/error.txt").read_text()
+        run("stale", *played, "rollout.ahead=1")
+    assert "groups of step 3 are left, and" in (tmp_path / "stale/error.txt").read_text()
 
 
 def other_routes(sample: Sample) -> Sample:

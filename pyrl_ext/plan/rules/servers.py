@@ -21,7 +21,7 @@ APART = (
     "publish_timeout",
     "pause",
 )
-AHEAD = ("second_span_routes", "too_old", "overlap_publish")
+AHEAD = ("second_span_routes", "stale_groups", "overlap_publish")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
 
@@ -67,7 +67,8 @@ def remote_engines_read_what_is_set(plan: Plan) -> Found:
     for name in AHEAD if not rollout.ahead else ():
         if changed(rollout, name):
             value = show(getattr(rollout, name))
-            yield name, f"{value} with rollout.ahead 0, expected it left out; no sample is old then"
+            why = "it needs rollout.ahead of at least 1"
+            yield name, f"{value} with rollout.ahead 0, expected it left out; {why}"
 
 
 @rule("rollout.ahead")

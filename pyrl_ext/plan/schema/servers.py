@@ -60,9 +60,9 @@ class Servers(Section):
     second_span_routes: Literal["masked", "recorded"] = "masked"
     """routes of what was generated before an update within a sample: masked, the trainer routes
     these tokens itself; or as the engine recorded them, with the old weights"""
-    too_old: Literal["drop", "train"] = "drop"
-    """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
-    objective's correction"""
+    stale_groups: Literal["drop", "train"] = "drop"
+    """groups with a loss token more than ahead versions old: drop and count them, or train on them
+    with the objective's correction"""
 
     @property
     def publishes_beside(self) -> bool:

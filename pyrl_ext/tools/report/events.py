@@ -19,7 +19,7 @@ COUNTED = (
     "eval_dropped",
     "rollout/dropped_groups",
     "rollout/aborted_groups",
-    "rollout/too_old_groups",
+    "rollout/stale_groups",
     "rollout/carried_groups",
     "rollout/refills",
     "servers/resent",
