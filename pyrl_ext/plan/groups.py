@@ -246,7 +246,7 @@ def _roles_between(plan: Plan) -> Iterator[Role]:
             if len(ranks) > 1:
                 yield Role(f"{grid.name} outward", tuple(sorted(ranks)))
         yield from _edges(plan)
-    if plan.has_rollouts and plan.rollout.publishes_beside and plan.world_size > 1:
+    if plan.has_rollouts and plan.rollout.syncs_weights_in_background and plan.world_size > 1:
         yield Role("publish", everyone, on_device=False, own=True)  # of a thread
 
 

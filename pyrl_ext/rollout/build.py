@@ -24,8 +24,8 @@ def build_engine(
     """The engine of this rank: in this process, in a separate one, servers, or an idle stand-in.
 
     Args:
-        groups: of all ranks, and a second one for a thread next to the trainer's
-            (`publishes_beside`); None, or none: this process alone
+        groups: of all ranks, and a second one for the thread that sends weights
+            (`syncs_weights_in_background`); None, or none: this process alone
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """

@@ -46,11 +46,11 @@ class Rollouts:
         self.show = show
         self.dropped: dict[str, float] = {}
         self.environments = None if plan.turns.environment is None else Environments(plan, source)
-        beside = None
-        if plan.rollout.publishes_beside and topo.world is not None:
-            beside = topo.make_group("publish", range(topo.world_size))
+        thread_group = None
+        if plan.rollout.syncs_weights_in_background and topo.world is not None:
+            thread_group = topo.make_group("publish", range(topo.world_size))
         self.holders = _holders(plan, topo)
-        self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world, beside)
+        self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world, thread_group)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "

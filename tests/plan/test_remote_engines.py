@@ -23,9 +23,9 @@ def test_Plan_counts_the_engines_that_hosts_start():
     assert (plan.num_engines, plan.world_size) == (4, 8)
     assert (plan.transport, plan.shares_gpus, plan.engine_sleeps) == ("servers", False, False)
     assert plan.engine_of_rank == tuple(range(8))  # every rank asks all of them
-    beside = compile_plan(GLM47)
-    assert (beside.num_engines, beside.addresses) == (2, ())
-    assert beside.engine_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
+    colocated = compile_plan(GLM47)
+    assert (colocated.num_engines, colocated.addresses) == (2, ())
+    assert colocated.engine_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
 
 
 def test_Plan_takes_the_addresses_of_servers_as_they_are():
@@ -81,15 +81,15 @@ def test_step_time_prices_one_broadcast_whatever_the_number_of_engines():
         sent = costs["send weights"]
         whole = 2 * parameters(plan.sizes).total
         assert sent.amount == whole and "by NCCL" in sent.why
-        beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
-        assert sent.seconds + beside == pytest.approx(whole / BROADCAST)
+        gathered = costs["gather weights"].seconds if "gather weights" in costs else 0.0
+        assert sent.seconds + gathered == pytest.approx(whole / BROADCAST)
 
 
-def test_publishes_beside_what_trains_behind_remote_engines():
-    """At ahead 0 nothing runs next to it."""
-    for keys, beside in (
+def test_syncs_weights_in_background_needs_steps_ahead():
+    """At ahead 0 the trainer has to wait for new samples, and so for the weights."""
+    for keys, background in (
         ([*HOSTS, "rollout.ahead=1"], True),
         ([*HOSTS, "rollout.ahead=0"], False),
         ([*HOSTS, "rollout.ahead=1", "rollout.overlap_publish=false"], False),
     ):
-        assert compile_plan(GLM47, keys).rollout.publishes_beside == beside
+        assert compile_plan(GLM47, keys).rollout.syncs_weights_in_background == background

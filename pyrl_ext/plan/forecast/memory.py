@@ -256,7 +256,7 @@ def _publish(plan: Plan) -> Iterator[Item]:
         held += sent
         why += ", a bucket on its way to the host"
     yield Item("publish", held, ("publish",), why, exact=False)
-    if rollout.publishes_beside:
+    if rollout.syncs_weights_in_background:
         width = plan.weight_bytes
         copied = (published_numbers(plan) + encoder_parameters(plan)) * width
         phases = ("publish", *MEMORY_PHASES[1:3])

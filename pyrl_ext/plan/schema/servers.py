@@ -65,6 +65,6 @@ class Servers(Section):
     with the objective's correction"""
 
     @property
-    def publishes_beside(self) -> bool:
-        """True if the trainer goes on while engines get weights, from a copy on its hosts."""
+    def syncs_weights_in_background(self) -> bool:
+        """True if the trainer continues while a copy of its weights is sent from host memory."""
         return bool(self.servers or self.launch.hosts) and self.ahead > 0 and self.overlap_publish

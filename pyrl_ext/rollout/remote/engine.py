@@ -336,6 +336,7 @@ def build_servers_engine(
     model = ServedModel.of(plan)
     keys = Keys.read(rollout.keys)
     silence = rollout.request_timeout
+    background = rollout.syncs_weights_in_background
     return ServersEngine(
         [Server(address, keys, silence) for address in plan.addresses],
         model,
@@ -344,6 +345,6 @@ def build_servers_engine(
         min_servers=rollout.min_servers,
         patience=rollout.publish_timeout,
         group=group,
-        keep=KeptBuckets(rollout.bucket_bytes, device) if plan.rollout.publishes_beside else None,
+        keep=KeptBuckets(rollout.bucket_bytes, device) if background else None,
         thread_group=thread_group,
     )

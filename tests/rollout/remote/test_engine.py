@@ -369,7 +369,7 @@ def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[H
     assert not read
 
 
-def test_engine_publishes_beside_what_calls_it(engines: list[HttpEngine]):
+def test_engine_syncs_weights_in_background(engines: list[HttpEngine]):
     """Requests wait for the new version, and end with a publish that fails."""
     publish = Waiting()
     with over(engines, publish, keep=KeptBuckets(1 << 10)) as engine:

@@ -72,8 +72,9 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
 def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        beside = topo.make_group("publish", range(4)) if plan.rollout.publishes_beside else None
-        engine = build_engine(plan, topo.device, topo.rank, topo.world, beside)
+        background = plan.rollout.syncs_weights_in_background
+        thread_group = topo.make_group("publish", range(4)) if background else None
+        engine = build_engine(plan, topo.device, topo.rank, topo.world, thread_group)
         assert isinstance(engine, ServersEngine)
         stream = policy.tensors.published(policy.live())
         names = policy.tensors.engine_names
