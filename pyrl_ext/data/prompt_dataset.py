@@ -64,13 +64,13 @@ class PromptDataset:
             self.environments.close()
 
 
-def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
-    """Reads images, whose paths start at the folder of the file ``beside``; None: the model takes
-    no images."""
+def image_reader(plan: Plan, file: str = ".") -> ImageReader | None:
+    """Reads images, whose paths are relative to the folder of ``file``; None: the model takes no
+    images."""
     token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
     if token is None or plan.tokenizer_path is None:
         return None
-    return ImageReader(plan.tokenizer_path, Path(beside).parent, token)
+    return ImageReader(plan.tokenizer_path, Path(file).parent, token)
 
 
 def image_scale(plan: Plan) -> Scale:

@@ -173,8 +173,8 @@ _METRICS = (
     Metric(
         "route/changed_rows",
         "rows",
-        "Rows whose routes a later turn of the trajectory reports differently; turns.routes says "
-        "whose are trained.",
+        "Rows whose routes differ in a later turn of the trajectory; turns.routes selects which "
+        "are trained.",
     ),
     *TURN_METRICS,
     # the rollout

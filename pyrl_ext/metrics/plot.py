@@ -14,7 +14,7 @@ from pyrl_ext.metrics.history import RunHistory, aim
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Blue, orange, green, purple of the Okabe-Ito set: told apart also by the colour-blind, in print.
+# Blue, orange, green, purple of the Okabe-Ito set: distinct for color-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E5EA2", "#56B4E9", "#6B6B6B")
 HELD_OUT: dict[str, Any] = {
     "linestyle": "--",

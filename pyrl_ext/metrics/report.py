@@ -61,9 +61,9 @@ def summary(run: RunHistory) -> dict[str, float]:
     for name in MEANS:
         if len(values := run.series(name)[1]):
             figures[name] = values.mean()
-    _, apart = run.series("mismatch/abs_mean")
-    if len(apart):
-        figures[WORST_STEP] = np.max(apart)  # NaN if one is
+    _, mismatch = run.series("mismatch/abs_mean")
+    if len(mismatch):
+        figures[WORST_STEP] = np.max(mismatch)  # NaN if one is
     layers = {n for row in run.rows for n in row if n.startswith("route/agree_topk/layer_")}
     if layers:
         figures[WORST_LAYER] = min(run.series(name)[1].mean() for name in layers)

@@ -65,7 +65,7 @@ class Heartbeat:
     def __init__(self, topo: Topology):
         self.rank = topo.rank
         self.world_size = topo.world_size
-        names = (topo.module, *topo.beside) if topo.has_modules else ()
+        names = (topo.module, *topo.colocated) if topo.has_modules else ()
         self._module = f"{' and '.join(names)}'s " if names else ""
         self.step: int | None = None
         self.cause: str | None = None

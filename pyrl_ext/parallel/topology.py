@@ -57,7 +57,7 @@ class Topology:
     its functions take as an argument. ``cp_groups`` holds this rank's context-parallel group of
     each size that a microbatch may take; None for a group of one rank. ``hosts`` has the `host_key`
     of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules. ``grids`` has
-    those of all modules; ``beside`` this rank's topology in each module that shares its ranks.
+    those of all modules; ``colocated`` this rank's topology in each module that shares its ranks.
     """
 
     device: torch.device
@@ -80,7 +80,7 @@ class Topology:
     cp_groups: Mapping[int, dist.ProcessGroup | None]
     hosts: tuple[int, ...]
     make_group: Callable[[str, Sequence[int]], dist.ProcessGroup]
-    beside: Mapping[str, Topology] = field(default_factory=dict[str, "Topology"])
+    colocated: Mapping[str, Topology] = field(default_factory=dict[str, "Topology"])
 
     @property
     def module(self) -> str:
@@ -94,7 +94,7 @@ class Topology:
 
     def of(self, name: str) -> Topology | None:
         """The place of this rank in the module ``name``; None: it does not run that one."""
-        return self if name == self.module else self.beside.get(name)
+        return self if name == self.module else self.colocated.get(name)
 
     @property
     def has_modules(self) -> bool:
@@ -252,9 +252,9 @@ def _topology(
     ]
     if not places:
         raise RuntimeError(f"topology: rank {rank} is in no grid of {plan.grids}, expected one")
-    first, *beside = places
+    first, *colocated = places
     adopt(first.groups, first.vpp_size, plan.model.fp8 is not None)
-    return replace(first, beside={topo.module: topo for topo in beside})
+    return replace(first, colocated={topo.module: topo for topo in colocated})
 
 
 def _place_in(

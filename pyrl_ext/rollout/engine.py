@@ -205,11 +205,11 @@ def agreed_digests(found: Iterable[Mapping[str, int]]) -> dict[str, int]:
         found: name -> digest, of each part; a part may hold some of the tensors
     """
     merged = dict[str, int]()
-    apart = list[str]()
+    differing = list[str]()
     for each in found:
-        apart += [name for name, number in each.items() if merged.get(name, number) != number]
+        differing += [name for name, number in each.items() if merged.get(name, number) != number]
         merged |= each
-    return merged | dict.fromkeys(apart, 0)
+    return merged | dict.fromkeys(differing, 0)
 
 
 def replaced(call: str, version: int | None) -> RuntimeError:

@@ -162,15 +162,17 @@ def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
 
 def _rendezvous() -> Check:
     name = "rendezvous port"
-    told = os.environ.get("MASTER_PORT")
-    if told and not (told.isascii() and told.isdigit() and 0 < int(told) < 2**16):
-        return Check(name, told, f"MASTER_PORT is {told!r}, expected a port, 1 to 65535. Unset it")
-    port = int(told or RENDEZVOUS)
+    value = os.environ.get("MASTER_PORT")
+    if value and not (value.isascii() and value.isdigit() and 0 < int(value) < 2**16):
+        return Check(
+            name, value, f"MASTER_PORT is {value!r}, expected a port, 1 to 65535. Unset it"
+        )
+    port = int(value or RENDEZVOUS)
     process = process_on("", port)
     if process is None:
         return Check(name, f"{port} is free")
     result = f"{port} is held by {process}"
-    if not told:
+    if not value:
         return Check(name, f"{result}; torchrun needs --standalone, or another port")
     return Check(name, result, f"{result}, expected a free one. Change MASTER_PORT")
 

@@ -46,8 +46,8 @@ def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
 
     Raises: ConfigError with what does not hold.
     """
-    beside = {"parallel": {}, "ranks": "shared"}
-    modules = {name: keys.model_dump() | beside for name, keys in saved.modules.items()}
+    shared = {"parallel": {}, "ranks": "shared"}
+    modules = {name: keys.model_dump() | shared for name, keys in saved.modules.items()}
     one = {"device": "cpu", "threads": 0, "parallel": {}, "modules": modules}
     return changed_plan(saved, one, overrides)
 
@@ -76,22 +76,22 @@ def export(
     # a checkpoint has all weights, or adapters on those of the model
     weights = plan.model.weights if plan.lora else None
     names = {"weights": weights, "tokenizer": tokenizer or plan.model.tokenizer}
-    beside = plan.model_copy(update={"model": plan.model.model_copy(update=names)})
+    source = plan.model_copy(update={"model": plan.model.model_copy(update=names)})
     with topology.start(plan) as topo, heartbeats(topo):
-        beside = fetch(beside, topo)
-        folder = beside.tokenizer_path
+        source = fetch(source, topo)
+        folder = source.tokenizer_path
         if folder is not None and not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"export: the tokenizer {folder} is not there, expected its folder, which is "
                 "copied. Name where it is now: --tokenizer FOLDER"
             )
-        plan = plan.model_copy(update={"fetched": beside.fetched})
+        plan = plan.model_copy(update={"fetched": source.fetched})
         policy = Policy.build(plan, topo, trainable=False, initial=False)
         policy.load(saved)
         if adapter:
-            save_adapter(out, factors(policy), beside, topo, dtype)
+            save_adapter(out, factors(policy), source, topo, dtype)
         else:
-            save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
+            save_checkpoint_hf(out, policy.weights(), source, topo, dtype)
         return topo.is_main
 
 

@@ -110,7 +110,7 @@ class Policy:
         options = trainable, initial, offloads
         modules = {topo.module: TrainedModule.build(topo.module, plan, topo, *options)}
         for name, keys in plan.modules.items():
-            if place := topo.beside.get(name):
+            if place := topo.colocated.get(name):
                 modules[name] = TrainedModule.build(name, plan, place, *options)
             elif keys.ranks == "shared" and keys.train and trainable:
                 join_build_optimizer(topo)

@@ -242,12 +242,12 @@ def test_read_size_reads_units(text: str, unit: str | None, expected: object):
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("rollout.max_num_seqs", "10k", "is 10000 or 10240, expected one of both. Write 10000 or"),
-        ("rollout.max_new_tokens", "1M", "is 1000000 or 1048576, expected one of both. Write"),
-        ("logprob.chunk_bytes", "2G", "is 2000000000 or 2147483648, expected one of both. Write "
+        ("rollout.max_num_seqs", "10k", "is 10000 or 10240, expected a clear size. Write 10000 or"),
+        ("rollout.max_new_tokens", "1M", "is 1000000 or 1048576, expected a clear size. Write"),
+        ("logprob.chunk_bytes", "2G", "is 2000000000 or 2147483648, expected a clear size. Write "
                                       "2GB or 2GiB"),
-        ("logprob.chunk_bytes", "1KB", "is 1000 or 1024, expected one of both. Write 1kB or 1KiB"),
-        ("logprob.chunk_bytes", "1mb", "is 1000000 or 1048576, expected one of both. Write 1MB or"),
+        ("logprob.chunk_bytes", "1KB", "is 1000 or 1024, expected a clear size. Write 1kB or 1KiB"),
+        ("logprob.chunk_bytes", "1mb", "is 1000000 or 1048576, expected a clear size. Write 1MB"),
         ("rollout.max_new_tokens", "2GB", "is a number of bytes, expected tokens"),
         ("rollout.max_num_seqs", "2KiB", "is a number of bytes, expected a plain number"),
         ("rollout.max_new_tokens", "0.3k", "is 307.2, expected a whole number"),

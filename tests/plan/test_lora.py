@@ -176,10 +176,10 @@ def test_published_numbers_are_the_factors_or_what_they_change():
     for sleeps in (False, True):
         asleep = compile_plan(GLM47_LORA, [f"rollout.sleep={str(sleeps).lower()}"])
         assert published_numbers(asleep) == factor_numbers(plan) + sleeps * total
-    apart = "rollout.servers=[http://127.0.0.1:8001]"  # it may have been started again
+    remote = "rollout.servers=[http://127.0.0.1:8001]"  # it may have been started again
     whole = parameters(read_sizes(hf_of()))
     for publish in ("merge", "adapter"):
-        plan = compile_plan(TINY, [*ON, f"lora.publish={publish}", apart])
+        plan = compile_plan(TINY, [*ON, f"lora.publish={publish}", remote])
         factors_sent = factor_numbers(plan) * (publish == "adapter")
         assert published_numbers(plan) == whole.total + factors_sent
     tables = 2 * 154_880 * 2048 + 2048

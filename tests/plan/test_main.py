@@ -30,7 +30,7 @@ sys.exit(code)
 # Twice what the largest shipped config takes; a process's start and pydantic's are most of it.
 MAX_CALLS = 1_000_000
 # With remote engines some 50,000 requests are simulated, in a second or two.
-MAX_CALLS_APART = 6_000_000
+MAX_CALLS_REMOTE = 6_000_000
 MAX_MODULES = 500
 HEAVY = {"torch", "transformers", "megatron", "numpy", "triton", "vllm"}
 
@@ -43,5 +43,5 @@ def test_main_imports_little_and_does_little(name: str):
     calls, modules = json.loads(run.stderr.splitlines()[-1])
     assert not HEAVY & {module.split(".")[0] for module in modules}
     assert len(modules) < MAX_MODULES
-    apart = compile_plan(REPOSITORY / f"configs/{name}.yaml").remote_engines
-    assert calls < (MAX_CALLS_APART if apart else MAX_CALLS)
+    remote = compile_plan(REPOSITORY / f"configs/{name}.yaml").remote_engines
+    assert calls < (MAX_CALLS_REMOTE if remote else MAX_CALLS)

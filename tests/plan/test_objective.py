@@ -52,7 +52,7 @@ def test_compile_plan_notes_what_overrides_a_preset():
         (["loss=cispo", "dual_clip=3.0"], "3.0 with loss cispo, expected it left out; only ppo"),
         (["loss=gmpo", "ratio=sequence"], "sequence with loss gmpo, expected it left out"),
         (["loss=reinforce", "anchor=rollout"], "rollout with loss reinforce"),
-        (["anchor=rollout"], "rollout with tis_cap 2, expected one of both"),
+        (["anchor=rollout"], "rollout with tis_cap 2, expected only one of them"),
         (["tis_cap=null", "tis_floor=0.5"], "0.5 without tis_cap, expected it left out"),
         (["tis_floor=3.0"], "3 with upper bound 2, expected less than that"),
         (["mask_ratio=[2.0,1.0]"], "2 with upper bound 1"),

@@ -27,7 +27,7 @@ PACKAGE = (
         ("2.13.9", "", "transformer-engine 2.13.9, expected 2.14 to before 3.0"),
         ("3.0.0", "", "transformer-engine 3.0.0, expected 2.14 to before 3.0"),
         ("2.20.2", "transformer_engine_torch.py", "transformer_engine_torch is not installed"),
-        ("2.20.2", "transformer_engine/pytorch/fp8.py", "takes its own layers in silence"),
+        ("2.20.2", "transformer_engine/pytorch/fp8.py", "silently uses other layers"),
     ],
 )
 def test_te_problems_name_the_package_and_the_command(

@@ -359,20 +359,20 @@ def test_Ahead_takes_a_share_of_each_step_from_every_rank():
 def trained(folder: Path, config: Path, *overrides: str) -> list[dict[str, float]]:
     """The rows of a run, without what may depend on ``rollout.ahead``, and on its environments."""
     assert train.main([str(config), f"run={folder}", "evaluate.every=0", *overrides]) == 0
-    apart = ("publish/", "age/", "rollout/ready", "rollout/stale_groups", "turns/")
-    return numbers(folder, *apart, "route/changed_rows")
+    varying = ("publish/", "age/", "rollout/ready", "rollout/stale_groups", "turns/")
+    return numbers(folder, *varying, "route/changed_rows")
 
 
-@pytest.mark.parametrize("form", ["concatenated", "apart"])
+@pytest.mark.parametrize("form", ["concatenated", "stepwise"])
 def test_train_is_the_same_at_any_ahead_with_recorded_turns(form: str, tmp_path: Path):
-    apart = form == "apart"
-    asked = [f"turns.form={'stepwise' if apart else form}", f"turns.merge={not apart}", "steps=2"]
+    stepwise = form == "stepwise"
+    asked = [f"turns.form={form}", f"turns.merge={not stepwise}", "steps=2"]
     asked += [*QUICK[:2], "log.progress=false"]
     config = CONFIG.with_name("tiny_turns.yaml")
     recorded = tmp_path / "live/rollouts"
     live = trained(tmp_path / "live", config, *asked, "rollout.record=rollouts")
     samples = load_samples(recorded / "step-000001.safetensors")
-    assert max(len(s.spans) for s in samples) == (1 if apart else 4)
+    assert max(len(s.spans) for s in samples) == (1 if stepwise else 4)
     played = (*asked, "rollout.engine=recorded", f"rollout.path={recorded}", "rollout.ahead=2")
     assert trained(tmp_path / "played", config, *played) == live
 

@@ -145,7 +145,7 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         policy = build(SHARED, topo)
         found["groups"] = [
             {id(group) for group in vars(place.groups).values() if group is not None}
-            for place in (topo, *topo.beside.values())
+            for place in (topo, *topo.colocated.values())
         ]
         policy.load(folder / "step-2")
         policy.save(folder / "step-3")

@@ -86,7 +86,7 @@ def read_size(text: str, unit: str | None) -> int | str:
         proper = letter.upper()
         decimal = f"{number}{proper if power > 1 else 'k'}B" if suffix else f"{readings[0]:f}"
         raise ValueError(
-            f"{text!r} is {readings[0]:f} or {readings[1]:f}, expected one of both. Write "
+            f"{text!r} is {readings[0]:f} or {readings[1]:f}, expected a clear size. Write "
             f"{decimal} or {number}{proper}i{suffix}"
         )
     if value != int(value):

@@ -161,12 +161,12 @@ def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
     on_cpu = config.device == "cpu"
     experts = any(each.experts for each in found)
     states = sorted(names.intersection(STATE_LINEARS))
-    apart = bool(rollout.servers or rollout.launch.hosts)
+    remote = bool(rollout.servers or rollout.launch.hosts)
     most = max(lora.rank, lora.rank_of(expert=experts))
     reasons = {f"{ROUTER}: no engine applies adapters to routers": ROUTER in names}
     if rollout.engine == "vllm":
         reasons |= {
-            "rollout.servers or launch: requests to vLLM's servers name no adapter": apart,
+            "rollout.servers or launch: requests to vLLM's servers name no adapter": remote,
             "routed experts: vLLM has no kernel for their adapters on a CPU": on_cpu and experts,
             "kv_b_proj: vLLM's latent attention reads weights that it split at load, past the "
             "adapter": not on_cpu and "kv_b_proj" in names,

@@ -88,8 +88,8 @@ def unfit_for_heads(plan: Plan, tp: int, why: str) -> str | None:
     if (groups := plan.sizes.query_groups) and groups % tp and tp % groups:
         return (
             f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it "
-            f"{in_config(plan)}, expected one of both; {why}. Use {choice(divisors(groups))}, or a "
-            f"multiple of {groups}"
+            f"{in_config(plan)}, expected one or the other; {why}. Use {choice(divisors(groups))}, "
+            f"or a multiple of {groups}"
         )
 
 

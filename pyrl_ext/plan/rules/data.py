@@ -15,7 +15,7 @@ def one_source_of_prompts(plan: Plan) -> Found:
         rule = "expected exactly one of data.task and data.prompts"
         if not plan.data.task:
             return f"neither task nor prompts, {rule}"
-        return f"both task and prompts, {rule}. For prompts say task: null, task_options: {{}}"
+        return f"both task and prompts, {rule}. For prompts set task: null, task_options: {{}}"
 
 
 @rule("data.reward")
@@ -59,7 +59,7 @@ def the_task_takes_its_options(plan: Plan) -> Found:
 def a_timeout_has_a_reward_function(plan: Plan) -> Found:
     timeout = plan.data.reward_timeout
     if timeout is not None and plan.data.reward is None:
-        return f"{timeout:g} without data.reward, expected null; built-in rewards always end"
+        return f"{timeout:g} without data.reward, expected null; built-in rewards always return"
 
 
 @rule("data")

@@ -56,7 +56,7 @@ def rounded_logits_are_accepted(plan: Plan) -> Found:
         return (
             "false with logprob.head logits and model.dtype bfloat16, expected head fused, which "
             "keeps them in float32; rounding moves a log-prob by up to 3.4e-2, an importance ratio "
-            "of 0.967 to 1.027 out of nothing. Use head: fused, or set it true to train with that"
+            "of 0.967 to 1.027 by itself. Use head: fused, or set it true to train with that"
         )
 
 

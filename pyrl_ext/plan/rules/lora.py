@@ -143,7 +143,7 @@ def adapters_suit_the_trainer(plan: Plan) -> Found:
     for name in plan.modules:
         yield (
             f"set with modules.{name}, expected no encoders; adapters with encoders were never "
-            "tested. Leave one of both out"
+            "tested. Leave one of them out"
         )
 
 

@@ -59,8 +59,8 @@ def the_engine_is_corrected_once(plan: Plan) -> Found:
     objective = plan.objective
     if objective.anchor == "rollout" and objective.tis_cap is not None:
         return (
-            f"rollout with tis_cap {objective.tis_cap:g}, expected one of both; the ratio to the "
-            "engine's log-probs holds the weight already, which would count twice"
+            f"rollout with tis_cap {objective.tis_cap:g}, expected only one of them; the ratio to "
+            "the engine's log-probs already contains this weight"
         )
 
 
@@ -76,8 +76,8 @@ def groups_to_replace_are_known(plan: Plan) -> Found:
         return
     if plan.rollout.oversample > 1:
         yield (
-            f"{rounds} with rollout.oversample {plan.rollout.oversample:g}, expected one of both; "
-            "which groups are kept would follow from their order and from their speed"
+            f"{rounds} with rollout.oversample {plan.rollout.oversample:g}, expected only one "
+            "of them; both order and speed of groups would decide which are kept"
         )
     if plan.batching.samples_per_prompt == 1:
         yield (

@@ -79,8 +79,8 @@ def stage_counts_split_over_chunks(plan: Plan) -> Found:
         )
     if vpp > 1 and parallel.pp == len(counts):
         return (
-            f"{vpp} with pp 2 and the layers of both stages, expected those of one; megatron-core "
-            "0.19.2 divides by the stages between them. Leave out "
+            f"{vpp} with pp 2 and layers of the first and last stage, expected one of them; "
+            "megatron-core 0.19.2 divides by the stages between them. Leave out "
             "num_layers_in_last_pipeline_stage: the last stage holds the rest"
         )
 
@@ -122,7 +122,7 @@ def layout_problem(parallel: Parallel, num_layers: int, num_mtp_layers: int) -> 
     if letters := sorted(set(plain) - set("EtmL|")):
         return (
             f"cannot read {' '.join(letters)} in {plain[:60]!r}, expected the letters E t m L in "
-            "stages split by |. Write repeats as t*3 or (tt|)*2, up to 999, and no group in a group"
+            "stages split by |. Write repeats as t*3 or (tt|)*2, up to 999, without nested groups"
         )
     stages = plain.split("|")
     pp = parallel.pp

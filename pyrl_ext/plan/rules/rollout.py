@@ -56,7 +56,7 @@ def the_engine_reads_what_is_set(plan: Plan) -> Found:
 def the_engine_runs_the_family(plan: Plan) -> Found:
     if plan.rollout.engine == "vllm" and plan.model.family == "kimi_k25":
         return (
-            "vllm with model.family kimi_k25, expected hf; vLLM 0.32 for CPUs ends as it starts "
+            "vllm with model.family kimi_k25, expected hf; vLLM 0.32 for CPUs exits at startup "
             "with this family, and reads an image processor of another format than transformers"
         )
 

@@ -12,8 +12,8 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 
 LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
-# Keys that only remote engines read; those that only training while they generate reads.
-APART = (
+# Keys that only remote engines read; keys that need rollout.ahead of at least 1.
+REMOTE_ONLY = (
     "min_servers",
     "senders",
     "keys",
@@ -22,8 +22,8 @@ APART = (
     "pause",
 )
 AHEAD = ("second_span_routes", "stale_groups", "overlap_publish")
-# Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
-BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
+# Keys of engines that the trainer starts on its own hosts -> the value expected otherwise
+LOCAL_ONLY = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
 
 
 @rule("rollout")
@@ -34,12 +34,13 @@ def remote_engines_share_nothing_with_the_trainer(plan: Plan) -> Found:
     if rollout.servers and rollout.launch.hosts:
         yield (
             "servers",
-            f"{show(rollout.servers)} with rollout.launch, expected one of both; addresses of "
-            "servers that run, or hosts on which they are started",
+            f"{show(rollout.servers)} with rollout.launch, expected only one of them; "
+            "addresses of running servers, or hosts on which serve starts them",
         )
     if rollout.engine not in ("hf", "vllm"):
-        yield "engine", f"{rollout.engine} with remote engines, expected hf or vllm; they generate"
-    for name, rule_ in BESIDE.items():
+        why = "recorded samples need no engine"
+        yield "engine", f"{rollout.engine} with remote engines, expected hf or vllm; {why}"
+    for name, rule_ in LOCAL_ONLY.items():
         asked = rollout.sleep and "sleep" in rollout.model_fields_set
         if asked if name == "sleep" else changed(rollout, name):
             yield (
@@ -59,7 +60,7 @@ def remote_engines_share_nothing_with_the_trainer(plan: Plan) -> Found:
 def remote_engines_read_what_is_set(plan: Plan) -> Found:
     rollout = plan.rollout
     why = "only remote engines (rollout.servers, rollout.launch) read it"
-    unread = () if plan.remote_engines else APART
+    unread = () if plan.remote_engines else REMOTE_ONLY
     if not plan.remote_engines and rollout.engine != "recorded":
         unread = (*unread, "ahead")
     for name in filter(lambda name: changed(rollout, name), unread):
@@ -76,8 +77,8 @@ def steps_ahead_know_their_prompts(plan: Plan) -> Found:
     if plan.rollout.ahead and plan.objective.dynamic_sampling:
         return (
             f"{plan.rollout.ahead} with objective.dynamic_sampling "
-            f"{plan.objective.dynamic_sampling}, expected one of both; which prompts replace "
-            "groups of equal rewards is known when a step is trained, and not before"
+            f"{plan.objective.dynamic_sampling}, expected only one of them; the prompts that "
+            "replace groups of equal rewards are only known when the step is trained"
         )
 
 
@@ -88,8 +89,8 @@ def remote_engines_return_what_is_trained_on(plan: Plan) -> Found:
     if plan.modules:
         yield (
             "servers" if plan.rollout.servers else "launch",
-            "remote engines with modules, expected a model of text alone; requests carry tokens, "
-            "no images. Use colocated engines",
+            "remote engines with modules, expected a text-only model; requests carry tokens, no "
+            "images. Use colocated engines",
         )
     if plan.trains_on_sampling_mask:
         yield (
@@ -114,7 +115,7 @@ def remote_engines_have_addresses(plan: Plan) -> Found:
         yield (
             "keys",
             f"null with an engine at {others[0]}, expected a folder with the files generate and "
-            "control; whoever reaches that address could change its weights",
+            "control; anyone who reaches that address could change its weights",
         )
 
 
@@ -123,7 +124,7 @@ def enough_engines_are_there_to_begin_with(plan: Plan) -> Found:
     least = plan.rollout.min_servers
     there = len(plan.addresses)
     if plan.remote_engines and least > there:
-        return f"{least}, expected at most {there}, the number of engines; no run would begin"
+        return f"{least}, expected at most {there}, the number of engines; the run could not start"
 
 
 @rule("rollout.senders")
@@ -143,7 +144,7 @@ def one_rank_broadcasts_to_remote_engines(plan: Plan) -> Found:
         yield (
             "senders",
             f"{rollout.senders} with rollout.transport broadcast, expected 1; groups of several "
-            "ranks with the same engines could wait for each other without end",
+            "ranks that send to the same engines could deadlock",
         )
 
 
@@ -157,5 +158,5 @@ def an_engine_holds_the_model_and_a_sample(plan: Plan) -> Found:
         f"{size(memory.weights)} + a KV cache for {memory.sample:,} tokens, expected at most "
         f"{size(memory.taken)}, rollout.gpu_memory_utilization "
         f"{plan.rollout.gpu_memory_utilization:g} of {size(memory.limit)}; vLLM would not start. "
-        "Raise one of both"
+        "Raise either one"
     )

@@ -1,4 +1,4 @@
-"""Layers that carry a state: heads over context-parallel ranks, and what is not built for them."""
+"""Layers that carry a state: heads over context-parallel ranks, and what they do not support."""
 
 from __future__ import annotations
 
@@ -50,9 +50,12 @@ def features_know_layers_with_states(plan: Plan) -> Found:
     asked["backend"] = model.backend if model.backend == "te" else None
     for name, value in asked.items():
         if value:
-            told, unset = ("on", "off") if value is True else (value, "null")
+            shown, unset = ("on", "off") if value is True else (value, "null")
             unset = "local" if name == "backend" else unset
-            yield name, f"{told} with {mixer.name} layers, expected {unset}; not built for them"
+            yield (
+                name,
+                f"{shown} with {mixer.name} layers, expected {unset}; they do not support it",
+            )
 
 
 @rule("lora")

@@ -49,7 +49,7 @@ def package_problem() -> str | None:
     if not any((Path(each) / "pytorch" / "fp8.py").exists() for each in folders):
         return (
             f"transformer-engine {found} without transformer_engine.pytorch.fp8, expected it; "
-            "megatron-core 0.19.2 imports it, and takes its own layers in silence where it cannot"
+            "megatron-core 0.19.2 imports it, and silently uses other layers where it cannot"
         )
     return None
 
@@ -151,6 +151,6 @@ def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
 def fp8_is_of_bfloat16(plan: Plan) -> Found:
     if plan.model.fp8 and plan.model.dtype != "bfloat16":
         return (
-            f"{plan.model.fp8} with model.dtype {plan.model.dtype}, expected bfloat16; what is "
-            "between products in 8 bits, and their sums, is of 16"
+            f"{plan.model.fp8} with model.dtype {plan.model.dtype}, expected bfloat16; values "
+            "between 8-bit products, and their sums, have 16 bits"
         )

@@ -57,7 +57,8 @@ def the_environment_gives_the_reward(plan: Plan) -> Found:
     for name in ("task", "reward"):
         if plan.turns.environment is not None and getattr(data, name) is not None:
             own = f"data.{name} {getattr(data, name)}"
-            yield f"{plan.turns.environment} with {own}, expected one of both; each brings rewards"
+            what = f"{plan.turns.environment} with {own}"
+            yield f"{what}, expected only one of them; each brings rewards"
 
 
 @rule("turns.environment")

@@ -62,10 +62,10 @@ class Model(Section):
     keys and values in a ring, those of all rows at once, or heads for rows (te); null: this
     package's"""
     recompute: Literal["none", "selective", "full"] = "none"
-    """activations computed again in the backward pass, to save memory"""
+    """activations recomputed in the backward pass, to save memory"""
     fp8: Literal["blockwise", "tensorwise", "mxfp8"] | None = None
-    """products in 8 bits, with one scale a block of 128, a tensor, or a block of 32 (B200); weights
-    and their updates keep their dtype (te); null: none"""
+    """8-bit matrix products, with one scale per block of 128, tensor, or block of 32 (B200);
+    weights and their updates keep their dtype (te); null: none"""
     router_bias_update_rate: NonNegative = 0.0
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     mtp: bool = False
@@ -75,7 +75,7 @@ class Model(Section):
 
 
 class Batching(Section):
-    """How much is generated a step, and how it is cut for training."""
+    """How much is generated per step, and how it is split for training."""
 
     prompts: Count = 0
     """prompts per rollout step"""
@@ -100,7 +100,7 @@ class Logprob(Section):
     chunk_bytes: Positive = 2**30
     """of a chunk's logits and their gradients [bytes] (fused)"""
     cache_bytes: Count = 0
-    """of a microbatch's logits kept for the backward pass [bytes]; others are made again (fused)"""
+    """of a microbatch's logits kept for the backward pass [bytes]; others are recomputed (fused)"""
     accept_rounded_logits: bool = False
     """allow bfloat16 logits (head: logits), which alone move probability ratios by 3 %"""
     loss_in_chunk: bool = False
@@ -109,10 +109,10 @@ class Logprob(Section):
 
 
 class Kernels(Section):
-    """Who serves the operators of this package on a GPU."""
+    """Which backend runs the operators of this package on a GPU."""
 
     backend: Literal["auto", "native", "triton"] = "auto"
-    """native: CUDA C++; a named one serves or raises, auto takes the first that serves"""
+    """native: CUDA C++; auto: the first that supports a call; a named one raises if it does not"""
 
 
 class Rollout(Servers):
@@ -129,13 +129,13 @@ class Rollout(Servers):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
     """share of a GPU's memory that the engine takes for weights and key/value cache (vllm)"""
     sleep: bool = True
-    """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
+    """release the engine's weights and cache on a shared GPU while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
-    """which state of the trainer is offloaded to host memory while a shared GPU generates"""
+    """trainer state that is offloaded to host memory while the engine generates on a shared GPU"""
     transport: Literal["auto", "inprocess", "shm", "ipc", "broadcast"] = "auto"
     """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
     they are; the others run it in a separate process, and pass them through shared memory (shm,
-    CPU), through the GPU that both use (ipc) or by gloo or NCCL (broadcast). auto: broadcast with
+    CPU), through the GPU that both use (ipc), or by gloo or NCCL (broadcast). auto: broadcast with
     separate gpus, else inprocess. Remote engines take them by TCP (auto) or broadcast"""
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
@@ -153,18 +153,18 @@ class Rollout(Servers):
     stop: list[Text] = Field(default=[])
     """a response that holds one of these texts ends with the token that completes it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
+    """prompts asked for each one trained on; the slowest are aborted, which favors short answers"""
     max_num_seqs: Positive | None = None
-    """sequences that an engine runs at a time; null: 128 of the embedded one, 1024 of vLLM"""
+    """sequences that an engine runs at a time; null: 128 for hf, 1024 for vllm"""
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """log-probabilities the engine reports: after or before temperature"""
     accept_truncated_sampling: bool = False
-    """score the full distribution although top_p or top_k cut it, not the tokens that they kept"""
+    """score the full distribution, although top_p or top_k restricts the sampled tokens"""
     path: File | None = None
     """recorded samples, relative to this YAML file (recorded)"""
     record: Text | None = None
-    """folder for every step's samples, relative to the run folder, which path then plays back;
-    null: they are not kept"""
+    """folder for every step's samples, relative to the run folder, which path can replay; null:
+    samples are not kept"""
     check_tensors: Count | Literal["all"] = 16
     """number of tensors whose digest is compared after each publish, in rotation; 0: none"""
     max_mismatch: Rate | None = None
@@ -264,9 +264,9 @@ class Hardware(Section):
     """The machines the run is planned for; memory and time are estimated for them."""
 
     gpu: Literal["A100", "H100", "H200", "B200"] | None = None
-    """one rank's device; null: none is named, so nothing is held against a limit"""
+    """one rank's device; null: unknown, so no limit is checked"""
     memory: Positive | None = None
-    """usable memory of a device [bytes]; null: what the GPU named above has"""
+    """usable memory of a device [bytes]; null: that of the GPU named above"""
     gpus_per_node: Positive = 8
     """devices that share a node and its fast links"""
 
@@ -277,7 +277,7 @@ class Estimate(Section):
     prompt_tokens: Positive | None = None
     """mean length of prompts [tokens]; null: half the longest, or a quarter of data.max_tokens"""
     response_tokens: Positive | None = None
-    """mean length of responses [tokens]; null: as of prompts"""
+    """mean length of responses [tokens]; null: as for prompts"""
     images: NonNegative = 1.0
     """mean number of images in a sample (modules.vision)"""
     image_patches: Positive = 1024

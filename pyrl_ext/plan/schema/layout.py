@@ -76,9 +76,9 @@ class Module(Section):
     """An encoder next to the language model."""
 
     train: bool = True
-    """false: forward passes only; no gradients travel, and there is no optimizer state"""
+    """false: forward passes only, without gradients and optimizer state"""
     ranks: Literal["own", "shared"] = "own"
-    """own: ranks behind those of the language model; shared: those of its first pipeline stage"""
+    """own: ranks after those of the language model; shared: those of its first pipeline stage"""
     patches_per_microbatch: Positive
     """most that a rank encodes in one forward pass [patches]; bounds activations"""
     lr: Annotated[float, Field(ge=0, le=100)] | None = None

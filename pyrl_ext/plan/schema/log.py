@@ -8,12 +8,12 @@ from pyrl_ext.plan.language.fields import Count, Section, Text
 
 
 class Log(Section):
-    """Displays of progress besides metrics.jsonl."""
+    """Progress displays in addition to metrics.jsonl."""
 
     tensorboard: bool = False
     """write tensorboard events into the run folder"""
     wandb: Text | None = None
-    """project of Weights & Biases that gets the metrics, too"""
+    """project of Weights & Biases that also gets the metrics"""
     profile: list[Count] = Field(default=[])
     """steps that torch's profiler traces on every rank"""
     progress: bool = True

@@ -47,7 +47,7 @@ class Lora(Section):
     """adapters of routed experts. per_expert: A and B for each; shared_outer: the experts of a
     layer share A of gate and up, and B of down; none: they have none"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """only 0: the policy that is trained is the one that samples"""
+    """only 0: the trained policy must be the one that samples"""
     publish: Literal["merge", "adapter"] | None = None
     """what the engine gets. merge: W + alpha / rank * B A, rounded to its dtype; adapter: A and B,
     which it applies itself; null: adapter where the engine applies all of them, else merge"""

@@ -1,4 +1,4 @@
-"""The section that says what is optimised: named parts, each one choice."""
+"""The section that defines what is optimized: named parts, each one choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bounds = Annotated[tuple[NonNegative, Rate], Field(strict=False)]
 
 
 class Objective(Section):
-    """The objective of the optimisation, made of named parts."""
+    """The objective of the optimization, made of named parts."""
 
     preset: Name | None = None
     """a method by its name, such as dapo: the keys below that are left out come from it"""
@@ -46,13 +46,13 @@ class Objective(Section):
     reduction_constant; over prompts of their token means"""
     reduction_constant: Positive | None = None
     """divides the sum of a sequence (sequence_sum); null: the most that a trajectory may sample,
-    rollout.max_new_tokens, with turns that of all of them [tokens]"""
+    rollout.max_new_tokens, with turns the total of all turns [tokens]"""
     kl_coef: NonNegative = 0.0
     """weight of the KL to the initial policy; above 0 keeps a copy of its weights"""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """estimate of the KL at a token"""
     kl_gradient: Literal["direct", "reverse"] = "reverse"
-    """of the estimate itself; or that of the reverse KL, whatever the estimate shows"""
+    """gradient of the estimate itself; or that of the reverse KL, for any estimate"""
     kl_weight: Literal["none", "detached", "ratio"] = "ratio"
     """the KL of a token is weighted by the ratio to `anchor`, without its gradient or with it"""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -60,7 +60,7 @@ class Objective(Section):
     entropy_coef: NonNegative = 0.0
     """weight of the entropy bonus"""
     tis: Literal["token", "sequence"] = "token"
-    """probability ratio of trainer to engine that weighs a token: its own, or its sequence's"""
+    """trainer/engine probability ratio that weights a token: the token's, or its sequence's"""
     tis_cap: Rate | None = None
     """cap of the trainer/engine weight; null: no weight"""
     tis_floor: Rate | None = None
@@ -68,7 +68,7 @@ class Objective(Section):
     mask_ratio: Bounds | None = None
     """tokens whose trainer/engine ratio is outside these bounds are rejected; null: none"""
     mask_sequence: Literal["geometric", "product"] = "geometric"
-    """trainer/engine ratio of a sequence that sequence_bounds are about: mean or product"""
+    """trainer/engine ratio of a sequence for sequence_bounds: geometric mean or product"""
     sequence_bounds: Bounds | None = None
     """sequences whose ratio is outside these bounds are rejected; null: none"""
     veto: Rate | None = None
@@ -77,16 +77,16 @@ class Objective(Section):
     """tokens with a negative advantage are dropped where their sequence's mean log-prob fell by
     more than this since the batch was scored [nats]; null: none"""
     overlong_buffer: Count = 0
-    """last tokens of the most that a trajectory may sample, in which it loses reward; 0: none
+    """range below the most that a trajectory may sample in which its reward is reduced; 0: none
     [tokens]"""
     overlong_penalty: NonNegative = 1.0
-    """lost by a trajectory that samples the most that it may (with overlong_buffer) [reward]"""
+    """lost by a trajectory of the maximum length (with overlong_buffer) [reward]"""
     overlong_filter: bool = False
-    """responses that ran out of room have no loss tokens; their rewards count in their group"""
+    """responses cut off at the maximum length have no loss tokens; their rewards still count"""
     dynamic_sampling: Count = 0
-    """rounds of further prompts, at most, that replace groups with equal rewards; 0: none is"""
+    """most rounds of further prompts that replace groups with equal rewards; 0: no replacement"""
     dynamic_sampling_short: Literal["fail", "keep_flat"] = "fail"
-    """where they do not suffice: the run ends; or it trains on groups with equal rewards too"""
+    """if too few groups remain: stop the run; or train on groups with equal rewards too"""
     advantage: Name = "grpo"
     """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function"""
     normalize_std: bool = True

@@ -39,27 +39,26 @@ class Servers(Section):
     """the run stops when fewer engines are left"""
     senders: Positive = 1
     """ranks that send weights, each a part of them to all engines; they are spread over pipeline
-    stages and hosts, which have a network connection each"""
+    stages and hosts, to use the network connections of all hosts"""
     overlap_publish: bool = True
-    """with ahead: a sender copies what it sends into host memory, and the trainer goes on with its
-    forward passes meanwhile; false: it waits until the engines have the weights"""
+    """with ahead: senders copy the weights into host memory, and the trainer continues with its
+    forward passes while they are sent; false: it waits until the engines have the weights"""
     keys: Text | None = None
-    """folder with the files generate and control, a secret each, that servers ask for; null: none,
+    """folder with the files generate and control, each a secret that servers require; null: none,
     which only loopback addresses allow"""
     request_timeout: Rate = 120.0
-    """longest time without a token of a request, before its engine is taken out [seconds]"""
+    """an engine is removed when a request gets no token from it for this long [seconds]"""
     publish_timeout: Rate = 600.0
-    """longest time that one engine may take for a step of a publish, before it is taken out
-    [seconds]"""
+    """an engine is removed when a step of a publish takes it longer than this [seconds]"""
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
-    """steps that the engines may generate ahead of the trainer; 0: they wait for each other. A
-    token is trained on at most so many versions after the one that generated it"""
+    """steps that the engines may generate ahead of the trainer; 0: engines and trainer take turns.
+    Also the largest age of a token in weight versions, unless stale groups are trained on"""
     pause: Literal["finish", "keep", "abort"] = "abort"
-    """requests that run when weights are published: finish them first; keep them, with the keys and
-    values of the old weights; or abort them and go on from their tokens with the new weights"""
+    """running requests when weights are published. finish: wait for them; keep: pause them and keep
+    keys and values of the old weights; abort: continue from their tokens with the new weights"""
     second_span_routes: Literal["masked", "recorded"] = "masked"
-    """routes of what was generated before an update within a sample: masked, the trainer routes
-    these tokens itself; or as the engine recorded them, with the old weights"""
+    """routes of tokens generated before a weight update within a sample. masked: the trainer routes
+    them itself; recorded: it uses the engine's, from the old weights"""
     stale_groups: Literal["drop", "train"] = "drop"
     """groups with a loss token more than ahead versions old: drop and count them, or train on them
     with the objective's correction"""

@@ -55,7 +55,7 @@ class Turns(Section):
     retries: Count = 0
     """calls that are made again after a call of the environment raised an error"""
     min_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """trajectories that must be left in a step, as a share of those begun; with fewer it fails"""
+    """share of a step's trajectories that must be left; with fewer the step fails"""
     routes: Literal["first", "last"] = "first"
     """which turn's routes are trained where two turns report a row differently"""
 

@@ -30,8 +30,8 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
     reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
     if search.too_large:
         reasons.append(f"{search.too_large} do not fit")
-    told = ", ".join(reasons) or "all hold"
-    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {told}")
+    summary = ", ".join(reasons) or "all hold"
+    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {summary}")
     if not search.found:
         if search.smallest:
             room = size(int((1 - LEFT_FREE) * search.limit))

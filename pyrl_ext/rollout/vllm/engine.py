@@ -43,7 +43,7 @@ class VLLMEngine(Engine):
     """Generates with vLLM, and reports log-probs of the sampled distribution and routed experts.
 
     Every sample is a separate request with its own seed. It does not depend on the samples that run
-    beside it, up to the rounding of matrix products of different sizes.
+    at the same time, up to the rounding of matrix products of different sizes.
 
     Args:
         config: folder with the model's config.json; its weights are not read
@@ -291,12 +291,12 @@ class VLLMEngine(Engine):
         if sampling.greedy and self._returns_sets:  # vLLM returns sets of sampled tokens only
             sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
         # our worker sees the routes of what is computed, not of what is cached
-        apart = call == "answer" and self._captures
+        isolated = call == "answer" and self._captures
         reads = call == "answer" or self._own
         most = 2 * self.max_num_seqs
         salt = str(self._loads)
         request = self._adapter_request(where) if self._lora else None
-        asked = Requests(self._engine, self.scale, sampling, most, salt, apart, reads, request)
+        asked = Requests(self._engine, self.scale, sampling, most, salt, isolated, reads, request)
         try:
             while left or is_open:
                 if self._loads != loads:

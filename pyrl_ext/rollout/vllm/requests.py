@@ -44,7 +44,7 @@ class Requests:
     sampling: Sampling
     most: int
     salt: str
-    apart: bool
+    isolated: bool
     reads_cache: bool
     adapters: LoRARequest | None = None
     decoded: dict[int, tuple[Image, ...]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Requests:
             self.decoded[prompt.id] = tuple(image.load() for image in prompt.images)
         if self._last is None or self._last[0] is not prompt:
             self._last = prompt, prompt_input(prompt.tokens, self.decoded[prompt.id], self.scale)
-        salt = f"{self.salt} {prompt.id} {turn.index}" if self.apart else self.salt
+        salt = f"{self.salt} {prompt.id} {turn.index}" if self.isolated else self.salt
         return self._last[1] | {"cache_salt": salt}
 
     def _params(self, turn: Turn) -> SamplingParams:

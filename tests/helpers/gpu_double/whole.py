@@ -26,8 +26,8 @@ def on_double(plan: Plan) -> Iterator[Topology]:
     gpu_double.install()
     device = memory.device()
     with _answering_torch_cuda(device), topology.start(plan) as topo:
-        beside = {name: replace(each, device=device) for name, each in topo.beside.items()}
-        yield replace(topo, device=device, beside=beside)
+        colocated = {name: replace(each, device=device) for name, each in topo.colocated.items()}
+        yield replace(topo, device=device, colocated=colocated)
 
 
 @contextmanager
