@@ -108,8 +108,8 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
         until = encode(turn + 1, False)
         if not len(before) < len(until) or any(p != whole[: len(p)] for p in (before, until)):
             raise Broken(
-                f"messages[{turn}]: the chat template renders the turns up to it in another way "
-                "than within the whole",
+                f"messages[{turn}]: the chat template renders the turns up to it differently "
+                "than within the whole conversation",
                 "the same tokens; use a template with {% generation %} marks, or write `tokens` "
                 "and `loss_mask`",
             )

@@ -51,7 +51,7 @@ def _has_number(answer: Any) -> bool:
 
 @answer_rule("an answer", lambda answer: answer is not None)
 def exact_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    """1 if the response is the answer, apart from white space around it, else 0."""
+    """1 if the response is the answer, ignoring surrounding white space, else 0."""
     return float(text.strip() == str(prompt.answer).strip())
 
 

@@ -49,7 +49,7 @@ def decoder_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     if te and not HAVE_TE:
         raise RuntimeError(
             "model.backend: te, but megatron-core could not import transformer_engine, expected it "
-            "to; megatron takes its own layers then and says nothing. Try: python -c 'import "
+            "to; megatron then silently uses its own layers. Try: python -c 'import "
             "transformer_engine.pytorch.fp8'"
         )
     if not te:

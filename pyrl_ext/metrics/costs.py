@@ -112,7 +112,7 @@ COSTS = (
     Metric(
         "time/step",
         "s",
-        "Wall time of the step: all phases above except the checkpoint, and what is between.",
+        "Wall time of the step: all phases above except the checkpoint, and the time between them.",
     ),
     Metric(
         "tokens_per_s",

@@ -35,7 +35,7 @@ _METRICS = (
         "reward",
         "Mean over trajectories of a component that the reward function names.",
     ),
-    Metric("reward/kl", "nat", "Mean over trajectories of the KL that was taken off the reward."),
+    Metric("reward/kl", "nat", "Mean over trajectories of the KL subtracted from the reward."),
     Metric(
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
     ),

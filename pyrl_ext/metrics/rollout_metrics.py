@@ -38,7 +38,7 @@ AGE_METRICS = (
     Metric(
         "rollout/carried_groups",
         "groups",
-        "Groups that were begun for the step before, and became complete too late for it.",
+        "Groups that were started for the step before, and completed too late for it.",
     ),
     Metric(
         "rollout/stale_groups",
@@ -77,8 +77,7 @@ TURN_METRICS = (
     Metric(
         "turns/waited_seconds",
         "s",
-        "Time in which an engine had nothing to do but to wait for environments, the largest of "
-        "all engines.",
+        "Time in which an engine was idle, waiting for environments, the largest of all engines.",
     ),
     Metric(
         "eval_dropped", "1", "Fraction of held-out prompts whose trajectory is dropped.", (0, 0.5)
@@ -104,7 +103,7 @@ SERVER_METRICS = (
     Metric(
         "servers/resent",
         "requests",
-        "Requests that another server went on with, because theirs failed.",
+        "Requests that another server took over, because theirs failed.",
         (0, 100),
     ),
     Metric(
@@ -124,9 +123,9 @@ SERVER_METRICS = (
     Metric(
         "servers/prompts_aborted",
         "prompts",
-        "Prompts that were given up since enough others were complete.",
+        "Prompts that were aborted because enough others were complete.",
     ),
-    Metric("servers/prompts_failed", "prompts", "Prompts that were given up because of an error."),
+    Metric("servers/prompts_failed", "prompts", "Prompts that failed with an error."),
     Metric("servers/prompts_in_flight", "prompts", "Prompts of streams that are open."),
     *(
         Metric(f"publish/{step}_seconds", "s", f"Time {meaning}, the longest of any server.")
@@ -142,6 +141,6 @@ SERVER_METRICS = (
     Metric(
         "publish/wait_seconds",
         "s",
-        "Of it, what the trainer waited for after its passes (rollout.overlap_publish).",
+        "Part of publish/seconds the trainer waits after its passes (rollout.overlap_publish).",
     ),
 )

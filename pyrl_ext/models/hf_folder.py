@@ -135,20 +135,20 @@ class SafetensorsFolder:
         return self._stored[name]
 
     def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
-        """Check that the folder holds the tensors of ``table``, unquantised, and no unknown ones.
+        """Check that the folder holds the tensors of ``table``, unquantized, and no unknown ones.
 
         Args:
             ignored: patterns of names that may be there and are not loaded.
 
-        Raises: ValueError naming quantised, missing or unknown tensors.
+        Raises: ValueError naming quantized, missing or unknown tensors.
         """
         wanted = {name for w in table for name in w.hf_names}
         kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
-        if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
+        if quantized := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
             raise ValueError(
-                f"checkpoint: {quantised[0]} in {self.folder} is {kinds[quantised[0]]} "
-                f"({len(quantised)} tensors), expected one of {', '.join(sorted(FLOATS))}; "
-                "quantised weights are not trained. Convert the checkpoint to bfloat16"
+                f"checkpoint: {quantized[0]} in {self.folder} is {kinds[quantized[0]]} "
+                f"({len(quantized)} tensors), expected one of {', '.join(sorted(FLOATS))}; "
+                "quantized weights are not trained. Convert the checkpoint to bfloat16"
             )
         skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
         missing = sorted(wanted - self.names)
@@ -321,7 +321,7 @@ def save_checkpoint_hf(
 
 
 def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
-    """The HF config of the written checkpoint: its dtype, unquantised, with the MTP layers that the
+    """The HF config of the written checkpoint: its dtype, unquantized, with the MTP layers that the
     plan has."""
 
     def fitted(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def _adapter_config(plan: Plan, factors: Iterable[str]) -> dict[str, Any]:
     parameters = {f"{name}.weight" for name in mlps}
     ranks: dict[str, int] = {}
     if any(".experts." in module for module in modules):
-        # peft fuses the experts itself: it takes 2 r for them, whatever a pattern says
+        # peft fuses the experts itself: it takes 2 r for them, even if a pattern sets another rank
         if rank != routed:
             ranks = dict.fromkeys(sorted(kinds | parameters), rank)
         rank = routed

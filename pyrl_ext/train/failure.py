@@ -26,7 +26,7 @@ def report_failure(run: Path, error: BaseException) -> None:
         return
     message = str(error)
     if isinstance(error, SystemExit):
-        message = f"exit code {error.code} was asked for before the last step, by sys.exit or exit"
+        message = f"sys.exit or exit was called with {error.code} before the last step"
     elif not isinstance(error, EXPECTED) or not message:
         message = f"{type(error).__name__}: {message}".removesuffix(": ")
     lines = [f"error: {printable(message, _SHOWN)}"]

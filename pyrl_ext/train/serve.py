@@ -28,7 +28,7 @@ LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
 PATIENCE = 10.0  # for an engine to end by itself [s]
 TRIES = 3  # starts in a row that may fail
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
 
 
 class Watched:
@@ -126,8 +126,8 @@ def watch(commands: Sequence[Command], logs: Path) -> None:
         for command in commands:
             if healthy(command.address):  # or the other would be taken for this one
                 raise RuntimeError(
-                    f"serve: {command.address} answers already, expected no engine there. End the "
-                    "one that has the port, or name another"
+                    f"serve: {command.address} answers already, expected no engine there. Stop "
+                    "the process that has the port, or choose another"
                 )
             log = logs / f"engine-{urlsplit(command.address).port}.log"
             engines.append(Watched(command, log))

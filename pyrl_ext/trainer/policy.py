@@ -256,7 +256,7 @@ class Policy:
         applied, norm = step_all([(module.optimizer, module.topo) for module in modules])
         if not applied or not math.isfinite(norm):
             raise FloatingPointError(
-                f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
+                f"Policy.update: the gradient norm of update {self.updates} is {norm}. Resume from "
                 "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"
             )
         self.updates += 1

@@ -151,7 +151,7 @@ def test_report_failure_of_a_run_folder_is_the_main_ranks(tmp_path, capsys, monk
 def test_report_failure_writes_the_traceback_or_says_why_not(tmp_path, capsys, error):
     report_failure(tmp_path / "run", error)
     assert type(error).__name__ in (tmp_path / "run/error.txt").read_text()
-    message = "exit code 0 was asked for" if isinstance(error, SystemExit) else str(error)
+    message = "exit was called with 0" if isinstance(error, SystemExit) else str(error)
     assert message in capsys.readouterr().err
     report_failure(Path("/dev/null/run"), error)
     assert "no traceback in the run folder" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """replay_probs: the probabilities a router gives to known experts, and the routing map.
 
-Once the experts are known, megatron-core gathers their scores, normalises, scales and casts them,
+Once the experts are known, megatron-core gathers their scores, normalizes, scales and casts them,
 and fills two dense tensors. Here one kernel does all of it and writes every element once.
 
 Backends: native (C++ threads on CPU, CUDA), triton, reference (torch, megatron-core's operations).

@@ -71,7 +71,7 @@ def ssd_scan(
         x:          [T, H, P] float32, bfloat16 or float64, rows of packed sequences.
         dt:         [T, H] dtype of ``x``, steps before bias and softplus.
         A:          [H] float32 (float64 for float64), negative.
-        B, C:       [T, G, N] dtype of ``x``, shared by H / G neighbouring heads.
+        B, C:       [T, G, N] dtype of ``x``, shared by H / G neighboring heads.
         D, dt_bias: [H] dtype of ``A``.
         cu_seqlens: [S + 1] int32, boundaries of sequences (`pyrl_ext.ops.sequences`).
 

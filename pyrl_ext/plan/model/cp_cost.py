@@ -21,7 +21,7 @@ class CpCost(Section):
     square_seconds: NonNegative = 0.0
     """for each squared token of a sample on one rank, attention scores [seconds]"""
     launch_seconds: NonNegative = 0.0
-    """of a microbatch, whatever is in it [seconds]"""
+    """of each microbatch, whatever its size [seconds]"""
     exchanges: list[Exchange] = Field(default=[])
     """costs of groups beyond a rank's share of the work, by size: most ranks of the group; seconds
     of a microbatch, of each token that a rank receives, and of each squared token"""

@@ -12,7 +12,7 @@ def route_id_dtype(num_experts: int) -> Literal["uint8", "uint16"]:
         num_experts: routed experts of a layer; 0: a model without any, whose routes are empty
 
     Raises:
-        ValueError: more experts than 16 bits can tell apart
+        ValueError: more experts than fit into 16 bits
     """
     if not 0 <= num_experts <= 2**16:
         raise ValueError(f"route_id_dtype: {num_experts} experts, expected 0 to 65536")

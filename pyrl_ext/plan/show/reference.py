@@ -16,7 +16,7 @@ from pyrl_ext.plan.language.fields import NO_BOUNDS, Section
 from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.schema import Config
 
-EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
+EXTENDS = "parent file, relative to this one, with the keys that this file does not set"
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

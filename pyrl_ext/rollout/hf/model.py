@@ -57,7 +57,7 @@ def build_model(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The model for inference; its weights are undefined until they are loaded."""
-    # load_weights brings the weights: no random initialisation, no global random numbers
+    # load_weights brings the weights: no random initialization, no global random numbers
     with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
         model = model_class(config).from_config(
             config,
@@ -66,7 +66,7 @@ def build_model(
             # one matrix product per expert is fastest on a CPU, a grouped one on a GPU
             experts_implementation="eager" if device.type == "cpu" else "grouped_mm",
         )
-    model.tie_weights()  # skipped along with the initialisation
+    model.tie_weights()  # skipped along with the initialization
     unbound_steps(model)
     return model.eval().requires_grad_(False)
 

@@ -1,6 +1,6 @@
 """Access to the paths of an engine's server: one table, for vLLM's server and the embedded one.
 
-vLLM's own ``--api-key`` protects some paths only; whoever reaches the others can change the
+vLLM's own ``--api-key`` protects some paths only; anyone who reaches the others can change the
 weights. Here a path is served if it is in the table, spelled exactly so, and the caller has a key
 for it. There are two keys: `generate` for those who ask for tokens, `control` for the trainer.
 """
@@ -95,8 +95,8 @@ def server_keys(folder: str | Path | None, host: str) -> Keys:
     """
     if folder is None and not is_loopback(host):
         raise ValueError(
-            f"serve: address {host} without keys, expected a loopback address; whoever reaches it "
-            "could change the weights. Set rollout.keys"
+            f"serve: address {host} without keys, expected a loopback address; anyone who reaches "
+            "it could change the weights. Set rollout.keys"
         )
     return Keys.read(folder)
 
@@ -131,7 +131,7 @@ def refusal(
     if method != expected_method:
         return 405, f"{method}, expected {expected_method}"
     if has_origin:
-        return 403, "a page in a browser asks, expected a trainer"
+        return 403, "the request comes from a web page, expected a trainer"
     return None
 
 

@@ -139,7 +139,7 @@ class ServersEngine(Engine):
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that all servers hold; 0 where two of them differ.
 
-        Raises: RuntimeError when no server tells.
+        Raises: RuntimeError when no server answers.
         """
 
         async def ask(state: ServerState) -> list[dict[str, int]]:

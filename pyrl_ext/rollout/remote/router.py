@@ -220,7 +220,7 @@ class Router:
         used = len(self.states) - len(lines)
         return (
             f"rollout.min_servers: {used} of {len(self.states)} servers are left, expected at "
-            f"least {self.least}; those that are not used:{''.join(lines)}"
+            f"least {self.least}; unused servers:{''.join(lines)}"
         )
 
     def hold(self, version: int) -> dict[str, str]:

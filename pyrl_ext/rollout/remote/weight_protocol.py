@@ -51,7 +51,7 @@ class TransferError(RuntimeError):
 def require(ok: bool, fault: str, rule: str) -> None:
     """Raises TransferError unless ``ok``."""
     if not ok:
-        raise TransferError(f"weights: {fault}, expected {rule}; what came of them is dropped")
+        raise TransferError(f"weights: {fault}, expected {rule}; the received part is dropped")
 
 
 class Message(BaseModel):
@@ -66,7 +66,7 @@ class Message(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:
             fault = f"{cls.__name__}: {first_fault(error)}"
-            raise TransferError(f"weights: {fault}; what came of them is dropped") from None
+            raise TransferError(f"weights: {fault}; the received part is dropped") from None
 
 
 class SenderAddress(Message):

@@ -176,5 +176,5 @@ def _reason(error: Exception, info: UpdateInfo) -> str:
     if isinstance(error, TransferError):
         return str(error)
     if isinstance(error, TimeoutError):
-        return f"weights: a sender that sent nothing for {info.silence:g} s, expected more bytes"
-    return f"weights: a sender that is gone ({error}), expected all bytes"
+        return f"weights: a sender sent nothing for {info.silence:g} s, expected more bytes"
+    return f"weights: no connection to a sender ({error}), expected all bytes"

@@ -412,4 +412,4 @@ def address_towards(address: str) -> str:
     server = urlsplit(address)
     with suppress(OSError):
         return own_address(server.hostname, server.port)
-    raise TransferError(f"publish: no way to {address}, expected a host that can be reached")
+    raise TransferError(f"publish: cannot reach {address}, expected a reachable host")

@@ -25,7 +25,7 @@ from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 _RULES = {
     "error": ", expected a result",
     "timeout": ", expected a result within turns.timeout",
-    "lost": ", expected its worker to live",
+    "lost": ", expected its worker to keep running",
 }
 
 

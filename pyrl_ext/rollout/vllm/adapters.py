@@ -87,8 +87,8 @@ class AdapterLoading:
             # MLAAttention holds the module from before it was wrapped, and decodes with halves
             # of its weight that were split when that was loaded
             refused += [
-                f"{name}: vLLM's latent attention reads its weight past the adapter, and says "
-                "nothing; VLLM_MLA_DISABLE=1 materializes keys and values instead"
+                f"{name}: vLLM's latent attention silently reads its weight without the "
+                "adapter; VLLM_MLA_DISABLE=1 materializes keys and values instead"
                 for name in adapters
                 if name.endswith(".kv_b_proj")
             ]

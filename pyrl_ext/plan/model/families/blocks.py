@@ -11,7 +11,7 @@ from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.sizes import ModelSizes, Sparse, Yarn
 from pyrl_ext.plan.model.weight import Weight
 
-# The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
+# The epsilon of transformers' norms inside multi-latent attention, independent of rms_norm_eps.
 MLA_NORM_EPS = 1e-6
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -149,7 +149,7 @@ class Latent(ModelSizes):
     def unsupported(self) -> list[str]:
         found = super().unsupported()
         if not self.rope_interleave:
-            found.append("rope_interleave is false; neighbouring elements are rotated together")
+            found.append("rope_interleave is false; neighboring elements are rotated together")
         return found
 
     def notes(self) -> list[str]:
@@ -232,7 +232,7 @@ class SigmoidRouted(Sparse):
 
     has_router_bias = True
     default_dense_layers: ClassVar[int] = 1
-    """Leading dense layers where ``first_k_dense_replace`` does not say."""
+    """Leading dense layers where ``first_k_dense_replace`` is not set."""
 
     @property
     def router_layers(self) -> tuple[int, ...]:
