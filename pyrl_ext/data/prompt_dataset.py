@@ -57,7 +57,7 @@ class PromptDataset:
         )
 
     def close(self) -> None:
-        """End the worker processes of user code."""
+        """Stop the worker processes of user code."""
         if isinstance(self.reward, WorkerReward):
             self.reward.close()
         if self.environments is not None:

@@ -115,7 +115,7 @@ class WorkerReward:
             self.answer_rule = self.pool.about, self._holds
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         self.pool.close()
 
     def _holds(self, answer: Any) -> bool:
@@ -156,7 +156,7 @@ def score(
         stop_ids: tokens that end a response
 
     Raises:
-        RuntimeError: the reward function raised, exceeded its time limit, ended its process or
+        RuntimeError: the reward function raised, exceeded its time limit, exited its process or
             returned something other than finite numbers; names the function, the prompt, the
             sample and the completion
     """

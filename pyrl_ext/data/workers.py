@@ -1,6 +1,6 @@
 """Worker processes for user code: rewards, environments and their tools.
 
-User code may hang, end its process or change it; none of that reaches the process that trains. A
+User code may hang, exit its process or change it; none of that reaches the process that trains. A
 worker serves calls until it dies, or until a call exceeds its time limit: then another takes its
 place, and it is killed with all its child processes as soon as nobody has state in it. Workers
 import torch only if user code does.

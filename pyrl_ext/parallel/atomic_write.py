@@ -133,7 +133,7 @@ def _lock(file: int, folder: Path) -> None:
     except BlockingIOError as error:
         raise FolderError(
             f"run folder {folder}: in use by {lock_owner(folder) or 'another process'}, expected "
-            "one run in a folder. Wait for that process, end it, or set run to another folder"
+            "one run in a folder. Wait for that process, stop it, or set run to another folder"
         ) from error
     except OSError as error:
         print(

@@ -149,7 +149,7 @@ class AsyncRollouts:
             self._begin(step, self._first)
 
     def close(self) -> None:
-        """Stop what runs, and end the engine."""
+        """Stop all threads, and close the engine."""
         with self._changed:
             for job in self._jobs.values():
                 job.stopped = True

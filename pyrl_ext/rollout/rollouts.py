@@ -95,7 +95,7 @@ class Rollouts:
         return freed
 
     def close(self) -> None:
-        """End the engine and the workers of user code."""
+        """Close the engine, and stop the workers of user code."""
         (self.ahead or self.engine).close()
         self.source.close()
 

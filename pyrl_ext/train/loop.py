@@ -1,4 +1,4 @@
-"""The loop of a run, and what begins and ends it."""
+"""The loop of a run, its start and its end."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
-PATIENCE = 10.0  # for an engine to end by itself [s]
+PATIENCE = 10.0  # for an engine to exit [s]
 TRIES = 3  # starts in a row that may fail
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
 
@@ -96,7 +96,7 @@ class Watched:
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Wait until it ended by itself; then end what is left of its group."""
+        """Wait until it exits; then kill what is left of its group."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
         self.end(signal.SIGKILL)
@@ -104,7 +104,7 @@ class Watched:
 
 
 def healthy(address: str) -> bool:
-    """True if a server says that it serves."""
+    """True if a server reports that it is healthy."""
     try:
         with DIRECT.open(address + "/health", timeout=PATIENCE) as reply:
             return reply.status == 200

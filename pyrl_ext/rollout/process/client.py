@@ -22,12 +22,12 @@ from pyrl_ext.rollout.process.sender import Kind, Readable, ReaderLost, Sender, 
 from pyrl_ext.rollout.process.server import Build, Call, Failure, NextTurns, Result, Stop, unpack
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 
-PATIENCE = 10.0  # for the process to end by itself [s]
+PATIENCE = 10.0  # for the process to exit [s]
 LOG_LINES = 20  # last lines of its log that an error shows
 
 
 class ProcessEngine(Engine):
-    """Starts a process that builds an engine, forwards calls to it, and ends it.
+    """Starts a process that builds an engine, forwards calls to it, and stops it.
 
     The process ends when this one does, however that happens; when it dies, whoever waits for
     it gets an error. It starts in the background; the first call waits for it.
@@ -101,7 +101,7 @@ class ProcessEngine(Engine):
             only: see `Engine.load_weights`
 
         Raises: what the engine raises; RuntimeError when its process dies; what ``named``
-            raises, after the engine has been told that no more will come.
+            raises, after the engine was notified that no more will come.
         Communicates: every byte once to each process of the engine.
         """
         call = f"load_weights(version {version})"
@@ -200,7 +200,7 @@ class ProcessEngine(Engine):
         return cast(int, self._call("sleep"))
 
     def close(self) -> None:
-        """Ends the engine, and its process if it does not end by itself."""
+        """Stops the engine, and kills its process if it does not exit."""
         self._sender.drop()
         self._connection.close()
         try:
