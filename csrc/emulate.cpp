@@ -126,16 +126,19 @@ struct ReplayWalk {
   template <class A, class Word>
   void run() const {
     using namespace replay_probs;
-    std::vector<A> memory(Tile<A>::bytes(r) / sizeof(A) + 1);
-    const Tile<A> shared(r, memory.data());
-    const int64_t tiles = num_tiles(r);
-    const auto phase = [&](int64_t tile, const auto& run) {
-      each_thread(tile, tiles, kBlockThreads, [&](ThreadIndex at) { run(r, tile, shared, at); });
-    };
-    for (int64_t tile = first / kTileRows; tile < tiles; ++tile) {
-      phase(tile, tile_load<A, Word>);
-      phase(tile, tile_values<A>);
-      phase(tile, tile_write<A, Word>);
+    using Values = WarpValues<A>;
+    const Warps w(r, sizeof(Word));
+    std::vector<Vector> stage(w.stage_bytes() / sizeof(Vector) + 1);
+    for (int64_t warp = first / w.rows; warp < w.count; ++warp) {
+      std::vector<Lane<A, Word>> lanes;
+      for (int lane = 0; lane < kWarp; ++lane) lanes.emplace_back(r, w, warp, lane, stage.data());
+      for (int lane = 0; lane < kWarp; ++lane) clear_rows(r, lanes[lane], lane);
+      for (auto& lane : lanes) lane.load(r);
+      const Values value = Values::of([&](int i) { return lanes[i].value; });
+      const Values grad = Values::of([&](int i) { return lanes[i].grad; });
+      const Values result = r.grad ? grads_of(r, value, grad, w.width) : probs_of(r, value, w.width);
+      for (int lane = 0; lane < kWarp; ++lane) lanes[lane].store(r, result.lane[lane]);
+      for (int lane = 0; lane < kWarp; ++lane) copy_rows(r, w, lanes[lane], lane);
     }
   }
 };
@@ -191,7 +194,7 @@ void stats_rows(const LogitsShard& shard, const StatsOut& out, State* parts) {
                                              : State{-INFINITY, 0, 0};
     const State state = join_lanes(warps.data(), rate);
     if (count == 1)
-      finish<T>(shard, state, out, block);
+      finish(shard, state, chosen_of<T>(shard, block, shard.targets[block]), out, block);
     else
       parts[block] = state;
   }

@@ -61,6 +61,7 @@ class Shape:
         microbatch: most rows of a microbatch.
         microbatches: how many.
         shrink: what widths are divided by, for a look at the program without a GPU.
+    overrides: of the config, ``key=value``.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class Shape:
     microbatches: int = 2
     shrink: int = 1
     device: str = "cuda"
+    overrides: tuple[str, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -109,6 +111,7 @@ def plan_of(shape: Shape, backend: str = "local", gpu: str = "H100") -> Plan:
             f"rollout.max_new_tokens={shape.longest - 32}",
             f"run={folder}/run",
             *["rollout.offload_trainer=all"] * (shape.device == "cuda"),
+            *shape.overrides,
         ]
         return compile_plan(CONFIGS / "glm47.yaml", overrides)
 
@@ -368,10 +371,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--plan", action="store_true", help="the plans alone: no GPU, no model")
     parser.add_argument("--small", action="store_true", help="narrow, on this processor")
+    parser.add_argument("overrides", nargs="*", help="of the config: key=value")
     given = parser.parse_args()
     for backend, layers in product(given.backend, given.layers):
         name = f"{backend}, {layers} layer{'s' * (layers > 1)}"
-        shape = Shape(layers, given.rows)
+        shape = Shape(layers, given.rows, overrides=tuple(given.overrides))
         if given.small:
             shape = Shape(layers, 256, 2, shrink=16, device="cpu")
         with noting(name):

@@ -15,6 +15,19 @@ namespace {
 
 using namespace replay_probs;
 
+constexpr int kTileRows = 32;
+
+// The values of one row of each lane of the vectors A, `step` vectors apart.
+template <class A, class Scalar>
+struct Slots {
+  A *values, *terms;
+  int step;
+
+  A& value(int j) const { return values[j * step]; }
+  A& term(int j) const { return terms[j * step]; }
+  static A all(double value) { return A{} + Scalar(value); }
+};
+
 constexpr int64_t kBytesPerThread = 1 << 17;  // below, a second thread costs more than it saves
 
 // Some rows, column after column.
@@ -24,30 +37,59 @@ struct alignas(16) Columns {
   int32_t ids[kTileRows * kMaxTopK];
 };
 
-// torch adds up the columns of a row in 32-byte vectors, and these (or the elements of a shorter
-// row) in four partial sums. A is a vector with an element of several rows.
-struct CpuOrder {
-  static constexpr bool kSoftmax = false;
+template <class A, class Scalar>
+A partial_sum(const Slots<A, Scalar>& s, int first, int count, int step) {
+  A sums[4] = {};
+  const int grouped = count / 4 * 4;
+  for (int i = 0; i < grouped; ++i) sums[i % 4] += s.term(first + i * step);
+  for (int i = grouped; i < count; ++i) sums[0] += s.term(first + i * step);
+  return sums[0] + sums[1] + sums[2] + sums[3];
+}
 
-  template <class A, class Scalar>
-  static A partial(const Slots<A, Scalar>& s, int first, int count, int step) {
-    A sums[4] = {};
-    const int grouped = count / 4 * 4;
-    for (int i = 0; i < grouped; ++i) sums[i % 4] += s.term(first + i * step);
-    for (int i = grouped; i < count; ++i) sums[0] += s.term(first + i * step);
-    return sums[0] + sums[1] + sums[2] + sums[3];
-  }
+// The sum of the terms. torch adds up the columns of a row in 32-byte vectors, and these (or the
+// elements of a shorter row) in four partial sums.
+template <class A, class Scalar>
+A sum_of_terms(const Slots<A, Scalar>& s, int count) {
+  constexpr int kLanes = 32 / sizeof(Scalar);
+  if (count < kLanes) return partial_sum(s, 0, count, 1);
+  A sum{};
+  for (int i = count / kLanes * kLanes; i < count; ++i) sum += s.term(i);
+  for (int lane = 0; lane < kLanes; ++lane) sum += partial_sum(s, lane, count / kLanes, kLanes);
+  return sum;
+}
 
-  template <class A, class Scalar>
-  static A sum(const Slots<A, Scalar>& s, int count) {
-    constexpr int kLanes = 32 / sizeof(Scalar);
-    if (count < kLanes) return partial(s, 0, count, 1);
-    A sum{};
-    for (int i = count / kLanes * kLanes; i < count; ++i) sum += s.term(i);
-    for (int lane = 0; lane < kLanes; ++lane) sum += partial(s, lane, count / kLanes, kLanes);
-    return sum;
+template <class A, class Scalar>
+A sum_of_values(const Slots<A, Scalar>& s, int count) {
+  for (int j = 0; j < count; ++j) s.term(j) = s.value(j);
+  return sum_of_terms(s, count) + s.all(1e-20);
+}
+
+// values := the probabilities; before, they are the scores. There is no softmax on the CPU.
+template <class A, class Scalar>
+void probs_row(const ReplayProbsArgs& r, const Slots<A, Scalar>& s) {
+  const int count = int(r.top_k);
+  if (divides(r)) {
+    const A sum = sum_of_values(s, count);
+    for (int j = 0; j < count; ++j) s.value(j) /= sum;
   }
-};
+  if (r.scale == 0) return;
+  const A scale = s.all(r.scale);
+  for (int j = 0; j < count; ++j) s.value(j) *= scale;
+}
+
+// values := the gradients of the scores; grad(j) are those of the probabilities.
+template <class A, class Scalar, class Grad>
+void grad_row(const ReplayProbsArgs& r, const Slots<A, Scalar>& s, const Grad& grad) {
+  const int count = int(r.top_k);
+  if (!divides(r)) {
+    for (int j = 0; j < count; ++j) s.value(j) = grad(j);
+    return;
+  }
+  const A sum = sum_of_values(s, count);
+  for (int j = 0; j < count; ++j) s.term(j) = -grad(j) * (s.value(j) / sum / sum);
+  const A common = sum_of_terms(s, count);
+  for (int j = 0; j < count; ++j) s.value(j) = grad(j) / sum + common;
+}
 
 // The loops below go along the rows of a tile, which are contiguous. The constants of a call are in
 // locals: otherwise the compiler would read them again after every byte written.
@@ -118,9 +160,9 @@ void compute(const ReplayProbsArgs& r, Columns<A>& tile) {
                            reinterpret_cast<Rows*>(tile.terms) + i, kStep};
     const Rows* grad = reinterpret_cast<Rows*>(tile.grads) + i;
     if (r.grad)
-      grad_row<CpuOrder>(r, s, [=](int j) { return grad[j * kStep] * scale; });
+      grad_row(r, s, [=](int j) { return grad[j * kStep] * scale; });
     else
-      probs_row<CpuOrder>(r, s);
+      probs_row(r, s);
   }
 }
 

@@ -8,20 +8,26 @@ namespace {
 
 using namespace replay_probs;
 
-constexpr int kBlocksPerSm = 8;  // without it ptxas saves registers and spills
+template <class A>
+constexpr int kBlocksPerSm = sizeof(A) == 8 ? 8 : 12;  // more would spill
 
 template <class A, class Word>
-__global__ void __launch_bounds__(kBlockThreads, kBlocksPerSm) replay_probs_kernel(ReplayProbsArgs r) {
+__global__ void __launch_bounds__(kBlockWarps* kWarp, kBlocksPerSm<A>)
+    replay_probs_kernel(const ReplayProbsArgs r, const Warps w) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const Tile<A> shared(r, memory);
   const ThreadIndex at = thread_index();
-  for (int64_t tile = at.block; tile < num_tiles(r); tile += at.blocks) {
-    tile_load<A, Word>(r, tile, shared, at);
-    __syncthreads();
-    tile_values(r, tile, shared, at);
-    __syncthreads();
-    tile_write<A, Word>(r, tile, shared, at);
-    __syncthreads();
+  const int lane = at.thread % kWarp, warp_of_block = at.thread / kWarp;
+  void* stage = memory + warp_of_block * (w.staged ? w.out_bytes + w.map_bytes : 0);
+  for (int64_t warp = at.block * kBlockWarps + warp_of_block; warp < w.count; warp += at.blocks * kBlockWarps) {
+    Lane<A, Word> own(r, w, warp, lane, stage);
+    clear_rows(r, own, lane);
+    own.load(r);
+    const A result = r.grad ? grads_of(r, own.value, own.grad, w.width) : probs_of(r, own.value, w.width);
+    __syncwarp();
+    own.store(r, result);
+    __syncwarp();
+    copy_rows(r, w, own, lane);
+    __syncwarp();
   }
 }
 
@@ -31,9 +37,10 @@ struct Launch {
 
   template <class A, class Word>
   void run() const {
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_tiles(r), 1 << 20));
-    const auto bytes = static_cast<unsigned>(Tile<A>::bytes(r));
-    replay_probs_kernel<A, Word><<<blocks, kBlockThreads, bytes, stream>>>(r);
+    const Warps w(r, sizeof(Word));
+    const int64_t blocks = (w.count + kBlockWarps - 1) / kBlockWarps;
+    replay_probs_kernel<A, Word><<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20)),
+                                   kBlockWarps * kWarp, kBlockWarps * w.stage_bytes(), stream>>>(r, w);
   }
 };
 

@@ -1,6 +1,6 @@
 #pragma once
-// The values of one row, and how a block of threads writes dense rows of them: zeros first, while
-// what the values are made of is on its way, then the values.
+// A warp computes some whole rows: a lane is one (row, choice), and sums go along a row by shuffles.
+// Dense rows are put together in shared memory, where they fit, and leave 16 bytes at a time.
 #include <cmath>
 #include <type_traits>
 
@@ -41,215 +41,192 @@ PYRL_DEVICE Word word_of(A value, DType to) {
     return to == DType::f16 ? F16::narrow(float(value)) : BF16::narrow(float(value));
 }
 
-// The values of one row, `step` elements apart, so that those of neighbouring rows are neighbours. A
-// may be a vector of Scalar, with a row in each lane.
-template <class A, class Scalar = A>
-struct Slots {
-  A *values, *terms;
-  int step;
-
-  PYRL_DEVICE A& value(int j) const { return values[j * step]; }
-  PYRL_DEVICE A& term(int j) const { return terms[j * step]; }
-  PYRL_DEVICE static A all(double value) { return A{} + Scalar(value); }
-};
-
-// How torch adds up the columns of a row on CUDA; both functions overwrite the terms.
-struct CudaOrder {
-  static constexpr bool kSoftmax = true;
-
-  // A reduction: the terms are dealt to the largest power of two of threads up to `count`, then
-  // threads half the number apart are added.
-  template <class A>
-  PYRL_DEVICE static A sum(const Slots<A>& s, int count) {
-    int threads = 1;
-    while (threads * 2 <= count) threads *= 2;
-    for (int i = threads; i < count; ++i) s.term(i - threads) += s.term(i);
-    return tree(s, threads);
-  }
-
-  // values := softmax(values). Each of a power of two of lanes has a term or 0, added in that order.
-  template <class A>
-  PYRL_DEVICE static void softmax(const Slots<A>& s, int count) {
-    int lanes = 1;
-    while (lanes < count) lanes *= 2;
-    A top = s.value(0);
-    for (int j = 1; j < count; ++j) top = s.value(j) > top ? s.value(j) : top;
-    for (int j = 0; j < lanes; ++j)
-      s.term(j) = j < count ? s.value(j) = std::exp(s.value(j) - top) : A(0);
-    const A sum = tree(s, lanes);
-    for (int j = 0; j < count; ++j) s.value(j) /= sum;
-  }
-
- private:
-  template <class A>
-  PYRL_DEVICE static A tree(const Slots<A>& s, int lanes) {
-    for (int apart = lanes / 2; apart > 0; apart /= 2)
-      for (int i = 0; i < apart; ++i) s.term(i) += s.term(i + apart);
-    return s.term(0);
-  }
-};
-
-template <class Order, class A, class Scalar>
-PYRL_DEVICE A sum_of_values(const Slots<A, Scalar>& s, int count) {
-  for (int j = 0; j < count; ++j) s.term(j) = s.value(j);
-  return Order::sum(s, count) + s.all(1e-20);
-}
-
-// values := the probabilities; before, they are the scores.
-template <class Order, class A, class Scalar>
-PYRL_DEVICE void probs_row(const ReplayProbsArgs& r, const Slots<A, Scalar>& s) {
-  const int count = int(r.top_k);
-  if (r.norm == Norm::softmax) {
-    if constexpr (Order::kSoftmax) Order::softmax(s, count);
-  } else if (r.norm == Norm::sum && count > 1) {
-    const A sum = sum_of_values<Order>(s, count);
-    for (int j = 0; j < count; ++j) s.value(j) /= sum;
-  }
-  if (r.scale == 0) return;
-  const A scale = s.all(r.scale);
-  for (int j = 0; j < count; ++j) s.value(j) *= scale;
-}
-
-// values := the gradients of the scores; grad(j) are those of the probabilities.
-template <class Order, class A, class Scalar, class Grad>
-PYRL_DEVICE void grad_row(const ReplayProbsArgs& r, const Slots<A, Scalar>& s, const Grad& grad) {
-  const int count = int(r.top_k);
-  if (r.norm == Norm::softmax) {
-    if constexpr (Order::kSoftmax) {
-      Order::softmax(s, count);
-      for (int j = 0; j < count; ++j) s.term(j) = grad(j) * s.value(j);
-      const A mean = Order::sum(s, count);
-      for (int j = 0; j < count; ++j) s.value(j) *= grad(j) - mean;
-    }
-  } else if (r.norm == Norm::sum && count > 1) {
-    const A sum = sum_of_values<Order>(s, count);
-    for (int j = 0; j < count; ++j) s.term(j) = -grad(j) * (s.value(j) / sum / sum);
-    const A common = Order::sum(s, count);
-    for (int j = 0; j < count; ++j) s.value(j) = grad(j) / sum + common;
-  } else {
-    for (int j = 0; j < count; ++j) s.value(j) = grad(j);
-  }
-}
-
-constexpr int kTileRows = 32, kBlockThreads = 128;
-constexpr int kStep = kTileRows + 1;  // between the columns of a tile: neighbours in other banks
-
-PYRL_DEVICE int64_t num_tiles(const ReplayProbsArgs& r) { return (r.rows + kTileRows - 1) / kTileRows; }
-
-// What a block knows of its rows, column after column, in shared memory on a GPU.
+// A value in each lane of a warp, on the host; on a GPU a lane has a scalar in its place.
 template <class A>
-struct Tile {
-  A *values, *terms, *grads;  // grads: only with a gradient
-  int32_t* ids;               // -1: outside the experts
+struct WarpValues {
+  A lane[32];
 
-  PYRL_DEVICE Tile(const ReplayProbsArgs& r, void* memory) {
-    const int64_t each = r.top_k * kStep;
-    values = static_cast<A*>(memory), grads = values + each, terms = r.grad ? grads + each : grads;
-    ids = reinterpret_cast<int32_t*>(terms + term_columns(r) * kStep);
+  explicit WarpValues(double value = 0) {
+    for (A& each : lane) each = A(value);
   }
-  // A softmax takes a power of two of terms.
-  static PYRL_DEVICE int64_t term_columns(const ReplayProbsArgs& r) {
-    int64_t columns = 1;
-    while (columns < r.top_k) columns *= 2;
-    return columns;
+  template <class Of>
+  static WarpValues of(const Of& value) {
+    WarpValues v;
+    for (int i = 0; i < 32; ++i) v.lane[i] = value(i);
+    return v;
   }
-  static int64_t bytes(const ReplayProbsArgs& r) {
-    const int64_t columns = r.top_k * (r.grad ? 2 : 1) + term_columns(r);
-    return kStep * int64_t(columns * sizeof(A) + r.top_k * sizeof(int32_t));
-  }
+  WarpValues operator+(const WarpValues& o) const { return of([&](int i) { return lane[i] + o.lane[i]; }); }
+  WarpValues operator-(const WarpValues& o) const { return of([&](int i) { return lane[i] - o.lane[i]; }); }
+  WarpValues operator*(const WarpValues& o) const { return of([&](int i) { return lane[i] * o.lane[i]; }); }
+  WarpValues operator/(const WarpValues& o) const { return of([&](int i) { return lane[i] / o.lane[i]; }); }
+  WarpValues operator-() const { return of([&](int i) { return -lane[i]; }); }
 };
 
-// The rows of a tile, and the (row, choice) pairs that the threads share.
-struct TileRows {
-  int64_t first;
-  uint32_t rows, pairs;
-
-  PYRL_DEVICE TileRows(const ReplayProbsArgs& r, int64_t tile) : first(tile * kTileRows) {
-    rows = uint32_t(r.rows - first < kTileRows ? r.rows - first : kTileRows);
-    pairs = rows * uint32_t(r.top_k);
-  }
-};
-
-// The first `bytes` bytes from `to` on := 0, by all threads; whole vectors where `to` is at a
-// multiple of 16.
-PYRL_DEVICE void zero(void* to, uint32_t bytes, ThreadIndex at) {
-  struct alignas(16) Vector {
-    uint64_t low, high;
-  };
-  const uint32_t whole = reinterpret_cast<uintptr_t>(to) % 16 == 0 ? bytes / 16 : 0;
-  for (uint32_t i = at.thread; i < whole; i += at.threads) static_cast<Vector*>(to)[i] = {0, 0};
-  for (uint32_t i = whole * 16 + at.thread; i < bytes; i += at.threads)
-    static_cast<uint8_t*>(to)[i] = 0;
-}
-
-PYRL_DEVICE int tile_slot(const ReplayProbsArgs& r, uint32_t pair) {
-  const uint32_t row = pair / uint32_t(r.top_k);
-  return int((pair - row * uint32_t(r.top_k)) * kStep + row);
-}
-
-// First phase of a tile: zeros are written; ids, scores and gradients are read, one pair a thread.
-template <class A, class Word>
-PYRL_DEVICE void tile_load(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
-  constexpr int kBatch = 2;  // pairs of a thread that are read at once
-  const TileRows t(r, tile);
-  const auto experts = uint32_t(r.experts);
-  const A scale = A(r.scale != 0 ? r.scale : 1);
-  for (uint32_t begin = at.thread; begin < t.pairs || begin == uint32_t(at.thread);
-       begin += kBatch * at.threads) {
-    int64_t id[kBatch];
-    A value[kBatch], grad[kBatch];
-    PYRL_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      const uint32_t pair = begin + n * at.threads;
-      id[n] = pair < t.pairs ? load_id(r.ids, r.ids_dtype, t.first * r.top_k + pair) : -1;
-    }
-    if (begin == uint32_t(at.thread)) {  // while the first ids are on their way
-      zero(static_cast<Word*>(r.out) + t.first * r.experts, t.rows * experts * uint32_t(sizeof(Word)), at);
-      if (r.map) zero(r.map + t.first * r.experts, t.rows * experts, at);
-    }
-    PYRL_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      const uint32_t pair = begin + n * at.threads;
-      value[n] = A(NAN), grad[n] = A(0);
-      if (id[n] >= r.experts) id[n] = -1;
-      if (id[n] < 0) continue;
-      const int64_t from = (t.first + pair / uint32_t(r.top_k)) * r.experts + id[n];
-      value[n] = load_real<A>(r.scores, r.scores_dtype, from);
-      if (r.grad) grad[n] = load_real<A>(r.grad, r.grad_dtype, from) * scale;
-    }
-    PYRL_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      const uint32_t pair = begin + n * at.threads;
-      if (pair >= t.pairs) continue;
-      const int slot = tile_slot(r, pair);
-      shared.ids[slot] = id[n] < 0 ? -1 : int32_t(id[n]);
-      shared.values[slot] = value[n];
-      if (r.grad) shared.grads[slot] = grad[n];
-    }
-  }
-}
-
-// Second phase: one thread a row.
+// The value of the lane `apart` lanes away, with `apart` a power of two.
 template <class A>
-PYRL_DEVICE void tile_values(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
-  if (uint32_t(at.thread) >= TileRows(r, tile).rows || r.top_k == 0) return;
-  const Slots<A> s{shared.values + at.thread, shared.terms + at.thread, kStep};
-  if (!r.grad) return probs_row<CudaOrder>(r, s);
-  const A* const grads = shared.grads + at.thread;  // rounded with the scale before anything else
-  grad_row<CudaOrder>(r, s, [=](int j) { return grads[j * kStep]; });
+PYRL_DEVICE A partner(A v, int apart) {
+#ifdef __CUDA_ARCH__
+  return __shfl_xor_sync(~0u, v, apart);
+#else
+  (void)apart;
+  return v;  // not called: the host has WarpValues
+#endif
+}
+template <class A>
+WarpValues<A> partner(const WarpValues<A>& v, int apart) {
+  return WarpValues<A>::of([&](int i) { return v.lane[i ^ apart]; });
 }
 
-// Third phase: the values take their places among the zeros.
-template <class A, class Word>
-PYRL_DEVICE void tile_write(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
-  const TileRows t(r, tile);
-  for (uint32_t pair = at.thread; pair < t.pairs; pair += at.threads) {
-    const int slot = tile_slot(r, pair);
-    if (shared.ids[slot] < 0) continue;
-    const int64_t to = (t.first + pair / uint32_t(r.top_k)) * r.experts + shared.ids[slot];
-    static_cast<Word*>(r.out)[to] = word_of<Word>(shared.values[slot], r.out_dtype);
-    if (r.map) r.map[to] = 1;
+template <class A>
+PYRL_DEVICE A larger(A a, A b) {
+  return a > b ? a : b;
+}
+template <class A>
+WarpValues<A> larger(const WarpValues<A>& a, const WarpValues<A>& b) {
+  return WarpValues<A>::of([&](int i) { return larger(a.lane[i], b.lane[i]); });
+}
+
+template <class A>
+PYRL_DEVICE A exponential(A v) {
+  return std::exp(v);
+}
+template <class A>
+WarpValues<A> exponential(const WarpValues<A>& v) {
+  return WarpValues<A>::of([&](int i) { return std::exp(v.lane[i]); });
+}
+
+// The sum over the `width` lanes of a row, in each of them. torch adds up the columns of a row on
+// CUDA in this order: those half the number apart first.
+template <class V>
+PYRL_DEVICE V row_sum(V terms, int width) {
+  for (int apart = width / 2; apart > 0; apart /= 2) terms = terms + partner(terms, apart);
+  return terms;
+}
+
+template <class V>
+PYRL_DEVICE V row_softmax(V v, int width) {
+  V top = v;
+  for (int apart = width / 2; apart > 0; apart /= 2) top = larger(top, partner(top, apart));
+  v = exponential(v - top);
+  return v / row_sum(v, width);
+}
+
+// Whether the scores are divided by their sum; the sum of one would be it.
+PYRL_DEVICE bool divides(const ReplayProbsArgs& r) { return r.norm == Norm::sum && r.top_k > 1; }
+
+// The probabilities of scores. Lanes without a choice hold `padding`, which adds nothing.
+template <class V>
+PYRL_DEVICE V probs_of(const ReplayProbsArgs& r, V v, int width) {
+  if (r.norm == Norm::softmax)
+    v = row_softmax(v, width);
+  else if (divides(r))
+    v = v / (row_sum(v, width) + V(1e-20));
+  return r.scale == 0 ? v : v * V(r.scale);
+}
+PYRL_DEVICE double padding(const ReplayProbsArgs& r) { return r.norm == Norm::softmax ? -INFINITY : 0; }
+
+// The gradients of scores from those of the probabilities, which are scaled, and 0 without a choice.
+template <class V>
+PYRL_DEVICE V grads_of(const ReplayProbsArgs& r, V v, V grad, int width) {
+  if (r.norm == Norm::softmax) {
+    v = row_softmax(v, width);
+    return v * (grad - row_sum(grad * v, width));
   }
+  if (!divides(r)) return grad;
+  const V sum = row_sum(v, width) + V(1e-20);
+  return grad / sum + row_sum(-grad * (v / sum / sum), width);
+}
+
+constexpr int kWarp = 32, kBlockWarps = 4;
+constexpr uint32_t kStageBytes = 8 << 10;  // of shared memory for a warp's rows, at most
+
+// How the rows of a call are dealt to warps.
+struct Warps {
+  int width;        // lanes of a row: the power of two from top_k on
+  uint32_t rows;    // of a warp
+  int64_t count;    // warps
+  uint32_t out_bytes, map_bytes;  // of a warp's rows in shared memory; multiples of 16
+  bool staged;      // they fit there; else zeros, then values, are written to their places
+
+  Warps(const ReplayProbsArgs& r, size_t word) : width(1) {
+    while (width < r.top_k) width *= 2;
+    rows = uint32_t(kWarp / width);
+    count = (r.rows + rows - 1) / rows;
+    const auto vectors = [&](int64_t bytes) { return uint32_t((rows * r.experts * bytes + 15) / 16 * 16); };
+    out_bytes = vectors(int64_t(word)), map_bytes = r.map ? vectors(1) : 0;
+    staged = out_bytes + map_bytes <= kStageBytes;
+  }
+  uint32_t stage_bytes() const { return staged ? out_bytes + map_bytes : 0; }
+};
+
+struct alignas(16) Vector {
+  uint64_t low, high;
+};
+
+// What a lane of warp `warp` works on.
+template <class A, class Word>
+struct Lane {
+  int64_t first;   // row of the warp
+  uint32_t rows;   // that the warp has
+  uint32_t row;    // of the lane, from `first`
+  int32_t id;      // -1: outside the experts, or no choice
+  A value, grad;
+  Word* out;       // the warp's rows, in shared memory or where they end
+  uint8_t* map;
+
+  PYRL_DEVICE Lane(const ReplayProbsArgs& r, const Warps& w, int64_t warp, int lane, void* stage)
+      : first(warp * w.rows), row(uint32_t(lane) / uint32_t(w.width)), value(A(padding(r))), grad(0) {
+    rows = uint32_t(r.rows - first < w.rows ? r.rows - first : w.rows);
+    const int choice = lane % w.width;
+    const bool chosen = row < rows && choice < r.top_k;
+    const int64_t found = chosen ? load_id(r.ids, r.ids_dtype, (first + row) * r.top_k + choice) : -1;
+    id = found < 0 || found >= r.experts ? -1 : int32_t(found);
+    if (chosen) value = A(NAN);
+    out = w.staged ? static_cast<Word*>(stage) : static_cast<Word*>(r.out) + first * r.experts;
+    map = !r.map ? nullptr : w.staged ? static_cast<uint8_t*>(stage) + w.out_bytes : r.map + first * r.experts;
+  }
+
+  PYRL_DEVICE void load(const ReplayProbsArgs& r) {
+    if (id < 0) return;
+    const int64_t from = (first + row) * r.experts + id;
+    value = load_real<A>(r.scores, r.scores_dtype, from);
+    if (r.grad) grad = load_real<A>(r.grad, r.grad_dtype, from) * A(r.scale != 0 ? r.scale : 1);
+  }
+  // Writes a value to its place among zeros.
+  PYRL_DEVICE void store(const ReplayProbsArgs& r, A result) const {
+    if (id < 0) return;
+    const uint32_t to = row * uint32_t(r.experts) + uint32_t(id);
+    out[to] = word_of<Word>(result, r.out_dtype);
+    if (map) map[to] = 1;
+  }
+};
+
+// `count` units from `to` on := those from `from` on, or 0 without `from`, by the lanes of a warp;
+// whole vectors where `to` is at a multiple of 16. `from` is.
+template <class Unit>
+PYRL_DEVICE void fill(Unit* to, const Unit* from, uint32_t count, int lane) {
+  constexpr uint32_t kUnits = 16 / sizeof(Unit);
+  const uint32_t vectors = reinterpret_cast<uintptr_t>(to) % 16 == 0 ? count / kUnits : 0;
+  for (uint32_t i = lane; i < vectors; i += kWarp)
+    reinterpret_cast<Vector*>(to)[i] = from ? reinterpret_cast<const Vector*>(from)[i] : Vector{0, 0};
+  for (uint32_t i = vectors * kUnits + lane; i < count; i += kWarp) to[i] = from ? from[i] : Unit(0);
+}
+
+// First phase, while ids are on their way: zeros.
+template <class A, class Word>
+PYRL_DEVICE void clear_rows(const ReplayProbsArgs& r, const Lane<A, Word>& own, int lane) {
+  const uint32_t count = own.rows * uint32_t(r.experts);
+  fill<Word>(own.out, nullptr, count, lane);
+  if (own.map) fill<uint8_t>(own.map, nullptr, count, lane);
+}
+
+// Last phase, once all lanes have stored: rows leave shared memory.
+template <class A, class Word>
+PYRL_DEVICE void copy_rows(const ReplayProbsArgs& r, const Warps& w, const Lane<A, Word>& own, int lane) {
+  if (!w.staged) return;
+  const uint32_t count = own.rows * uint32_t(r.experts);
+  fill<Word>(static_cast<Word*>(r.out) + own.first * r.experts, own.out, count, lane);
+  if (own.map) fill<uint8_t>(r.map + own.first * r.experts, own.map, count, lane);
 }
 
 // Calls run.run<A, Word>() with the types of a call: arithmetic, element written.

@@ -6,25 +6,29 @@ namespace {
 
 using namespace token_logprob;
 
-constexpr int kBlocksPerSm = 4;
+constexpr int kBlocksPerSm = 8;
 constexpr int kRowThreads = 128;  // a token each
 
 template <class T, bool Masked>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     token_logprob_stats_kernel(const LogitsShard shard, State* parts, const StatsOut out) {
   __shared__ State warps[kThreads / kLanes];
+  __shared__ Chosen chosen;
   const ThreadIndex at = thread_index();
   const int warp = at.thread / kLanes, lane = at.thread % kLanes;
   const int64_t count = num_parts(shard.width), t = at.block / count;
+  const int64_t target = shard.targets[t];  // read early: the last steps wait for it
   const float rate = shard.scale[t] * kLog2e;
-  State state = join_lanes(thread_state<T, Masked>(shard, at), rate);
+  State state = thread_state<T, Masked>(shard, at);
+  if (count == 1 && at.thread == kThreads - kLanes) chosen = chosen_of<T>(shard, t, target);
+  state = join_lanes(state, rate);
   if (lane == 0) warps[warp] = state;
   __syncthreads();
   if (warp != 0) return;
   state = join_lanes(lane < kThreads / kLanes ? warps[lane] : State{-INFINITY, 0, 0}, rate);
   if (lane != 0) return;
   if (count == 1)
-    finish<T>(shard, state, out, t);
+    finish(shard, state, chosen, out, t);
   else
     parts[at.block] = state;
 }

@@ -12,7 +12,7 @@
 
 namespace pyrl::token_logprob {
 
-constexpr int kThreads = 256, kLanes = 32;
+constexpr int kThreads = 128, kLanes = 32;
 constexpr int64_t kPart = 1 << 15;  // columns of a part, at most
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kVanishes = -200.f;  // 2^z is 0 from here on; replaces -inf in products
@@ -304,20 +304,29 @@ PYRL_DEVICE void conclude(const TokenRows& rows, int64_t t, float top, float sum
   rows.log_sum[t] = log_sum;
 }
 
+// The target's logit, and whether the target is a valid column of this shard. `target`: of token t.
+struct Chosen {
+  float logit;
+  bool inside;
+};
+template <class T>
+PYRL_DEVICE Chosen chosen_of(const LogitsShard& shard, int64_t t, int64_t target) {
+  target -= shard.first;
+  const int64_t at = t * shard.columns + target;
+  const bool inside = target >= 0 && target < shard.width;
+  const bool kept = inside && (!shard.keep || shard.keep[at]);
+  const auto* logits = static_cast<const typename T::Raw*>(shard.logits);
+  return {kept ? load_one<T>(logits + at) : inside ? -INFINITY : 0.f, inside};
+}
+
 // The end of token t with the state of all its columns here: into `stats`, or into `rows` if that is
 // the whole vocabulary.
-template <class T>
-PYRL_DEVICE void finish(const LogitsShard& shard, State row, const StatsOut& out, int64_t t) {
-  const int64_t target = shard.targets[t] - shard.first, at = t * shard.columns + target;
-  const bool mine = target >= 0 && target < shard.width;
-  const bool kept = mine && (!shard.keep || shard.keep[at]);
-  const auto* logits = static_cast<const typename T::Raw*>(shard.logits);
-  const float chosen = kept ? load_one<T>(logits + at) : mine ? -INFINITY : 0.f;
+PYRL_DEVICE void finish(const LogitsShard& shard, State row, Chosen chosen, const StatsOut& out, int64_t t) {
   if (row.weighted != row.weighted) row.sum = row.weighted;  // NaN shows
   row.weighted *= kLn2;
   if (!out.stats)
-    return conclude(out.rows, t, row.max, row.sum, row.weighted, chosen, shard.scale[t], mine);
-  const float found[4] = {row.max, row.sum, row.weighted, chosen};
+    return conclude(out.rows, t, row.max, row.sum, row.weighted, chosen.logit, shard.scale[t], chosen.inside);
+  const float found[4] = {row.max, row.sum, row.weighted, chosen.logit};
   for (int i = 0; i < 4; ++i) out.stats[t + shard.tokens * i] = found[i];
 }
 
@@ -329,7 +338,7 @@ PYRL_DEVICE void finish_parts(const LogitsShard& shard, const State* parts, cons
   const float rate = shard.scale[t] * kLog2e;
   State row = parts[t * count];
   for (int64_t p = 1; p < count; ++p) row.join(parts[t * count + p], rate);
-  finish<T>(shard, row, out, t);
+  finish(shard, row, chosen_of<T>(shard, t, shard.targets[t]), out, t);
 }
 
 // Token t of statistics of several shards.

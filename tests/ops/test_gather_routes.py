@@ -240,12 +240,12 @@ def test_gather_routes_in_a_cuda_graph_reads_new_lengths():
 
 @needs_gpu
 def test_gather_routes_declines_more_than_a_launch_can_carry():
-    routes = torch.zeros(2, (1 << 15) + 1, 1, dtype=torch.uint8, device="cuda")
+    routes = torch.zeros(2, (1 << 15) + 1, 1, dtype=torch.uint16, device="cuda")
     rows = torch.zeros(1, dtype=torch.int64, device="cuda")
     with use_backend("native"):
         with pytest.raises(NotImplementedError, match="a slot is 32768, expected below 32768"):
             gather_routes(routes, rows, [1 << 15], 4)
-        with pytest.raises(NotImplementedError, match="take 32769 bytes, expected at most 16384"):
+        with pytest.raises(NotImplementedError, match="take 65538 bytes, expected at most 16384"):
             gather_routes(routes.transpose(1, 2), rows, [0], 1 << 16)
         with pytest.raises(IndexError, match=r"layers\[0\] is 9, expected a slot of routes in"):
             gather_routes(routes[:, :9], rows, [9], 4)

@@ -350,7 +350,8 @@ def triton_equals_reference():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 def test_replay_probs_on_a_gpu_has_the_bits_of_torch(shape, norm):
-    for dtype, out, ids in zip(FLOATS * 5, FLOATS[1:] * 7, ID_DTYPES * 4, strict=False):
+    types = zip(FLOATS * 5, FLOATS[1:] * 7, ID_DTYPES * 4, strict=False)
+    for n, (dtype, out, ids) in enumerate(types):
         scores, experts, grad = case(shape, dtype, ids, "cuda")
         grad = grad.to(out)
         call = (scores, experts, norm, 1.7)
@@ -360,6 +361,8 @@ def test_replay_probs_on_a_gpu_has_the_bits_of_torch(shape, norm):
             if backend.refuse(*call, out):
                 assert backend.name == "triton" and norm == "softmax"
                 continue
+            if backend.name == "triton" and n % 5:
+                continue  # each combination of types is compiled, which takes a second
             for ours, torchs in zip(backend.run(*call, out), expected):
                 assert torch.equal(ours, torchs), (backend.name, dtype, out, ids)
             with use_backend(backend.name):
