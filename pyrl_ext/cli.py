@@ -23,6 +23,7 @@ COMMANDS = {
         "pyrl_ext.tools.report.__main__",
         "print the table of a run and draw its curves; write its page",
     ),
+    "eval": ("pyrl_ext.tools.evaluate", "score responses of trained weights to held-out prompts"),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "doctor": (
         "pyrl_ext.tools.doctor",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,17 @@ from pyrl_ext.samples import Prompt, Sample
 _MAX_WORKERS = 8  # of environments, on a rank
 
 
+AnyReward = Reward | WorkerReward
+
+
+@dataclass(frozen=True)
+class EvalPrompts:
+    """A further set of prompts to evaluate on, and how their responses are scored."""
+
+    prompts: Sequence[Prompt]
+    reward: AnyReward
+
+
 @dataclass(frozen=True)
 class PromptDataset:
     """Prompts of the run, and how their responses are scored.
@@ -38,28 +49,34 @@ class PromptDataset:
         stop_ids: tokens that end a response.
         environments: worker processes of the environment, which gives rewards; None: `reward`
             does.
+        sets: further sets to evaluate on, by name.
     """
 
     prompts: Task | Pictures | PromptSource
-    reward: Reward | WorkerReward
+    reward: AnyReward
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     environments: Pool | None = None
+    sets: Mapping[str, EvalPrompts] = field(default_factory=dict[str, EvalPrompts])
 
-    def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
-        """A function that returns samples of ``prompts`` with their rewards."""
+    def scorer(
+        self, prompts: Sequence[Prompt], reward: AnyReward | None = None
+    ) -> Callable[[list[Sample]], list[Sample]]:
+        """A function that returns samples of ``prompts`` with their rewards; ``reward``: None is
+        the run's."""
         return partial(
             score,
             prompts=prompts,
-            reward=self.reward,
+            reward=self.reward if reward is None else reward,
             decode=self.tokenizer.decode,
             stop_ids=self.stop_ids,
         )
 
     def close(self) -> None:
         """Stop the worker processes of user code."""
-        if isinstance(self.reward, WorkerReward):
-            self.reward.close()
+        for reward in (self.reward, *(each.reward for each in self.sets.values())):
+            if isinstance(reward, WorkerReward):
+                reward.close()
         if self.environments is not None:
             self.environments.close()
 
@@ -118,10 +135,11 @@ def build_source(plan: Plan) -> PromptDataset:
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
     if plan.data.task is not None:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
-        return PromptDataset(task, task.reward, tokenizer, stop_ids)
+        sets = _eval_sets(plan, tokenizer, task.reward)
+        return PromptDataset(task, task.reward, tokenizer, stop_ids, None, sets)
     assert plan.prompts_path is not None  # a rule says so
     environments = None
-    reward: Reward | WorkerReward = no_reward
+    reward: AnyReward = no_reward
     if plan.turns.environment is not None:
         forks = plan.turns.form == "stepwise"
         check_template(plan.turns.environment, tokenizer, stop_ids, forks)
@@ -147,7 +165,24 @@ def build_source(plan: Plan) -> PromptDataset:
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return PromptDataset(source, reward, tokenizer, stop_ids, environments)
+    sets = _eval_sets(plan, tokenizer, reward)
+    return PromptDataset(source, reward, tokenizer, stop_ids, environments, sets)
+
+
+def _eval_sets(plan: Plan, tokenizer: Tokenizer, reward: AnyReward) -> dict[str, EvalPrompts]:
+    """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
+    sets: dict[str, EvalPrompts] = {}
+    for name, chosen in plan.evaluate.sets.items():
+        own = reward
+        if chosen.reward is not None and chosen.reward != plan.data.reward:
+            own = load_reward(chosen.reward, plan.data.reward_timeout)
+        path = plan.resolve(chosen.file)
+        rule = getattr(own, "answer_rule", None)
+        limit = plan.data.max_prompt_tokens
+        prompts = load_prompts(path, tokenizer, limit, rule, image_reader(plan, path))
+        first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
+        sets[name] = EvalPrompts(first, own)
+    return sets
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:

@@ -40,6 +40,23 @@ _METRICS = (
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
     ),
     Metric(
+        "eval/<name>/reward",
+        "reward",
+        "Mean reward on a set of evaluate.sets: over prompts, of the mean over their responses.",
+    ),
+    Metric("eval/<name>/reward_error", "reward", "Standard error of that mean, over prompts."),
+    Metric(
+        "eval/<name>/pass@<id>",
+        "1",
+        "pass@k: mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n responses have a reward "
+        "of at least evaluate.pass_reward; held_out are the held-out prompts.",
+        source="Chen et al. 2021, arXiv 2107.03374",
+    ),
+    Metric("eval/<name>/pass@<id>_error", "1", "Standard error of pass@k, over prompts."),
+    Metric("eval/<name>/truncated", "1", "Fraction of responses that ran out of room."),
+    Metric("eval/<name>/response_len", "tokens", "Mean number of tokens of a response."),
+    Metric("eval/<name>/dropped", "1", "Fraction of prompts without a response.", (0, 0.5)),
+    Metric(
         "eval_loss",
         "nat",
         "Mean of -log p over the loss tokens of the records held out, before the step's update.",
@@ -252,6 +269,8 @@ def lookup(name: str) -> Metric | None:
     """
     name = RENAMED.get(name, name)
     general = re.sub(r"^reward/.*", "reward/<name>", re.sub(r"_\d+$", "_<id>", name))
+    if match := re.fullmatch(r"eval/[^/]+/(.*)", name):
+        general = "eval/<name>/" + re.sub(r"@\d+", "@<id>", match[1])
     return GLOSSARY.get(name) or GLOSSARY.get(general)
 
 

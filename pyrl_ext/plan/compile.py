@@ -45,7 +45,9 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     return Plan.model_validate(source.tree | derived)
 
 
-def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
+def changed_plan(
+    saved: Plan, changes: Mapping[str, Any], overrides: Sequence[str], resumes: bool = True
+) -> Plan:
     """A saved plan under another layout, for a command that goes on from it.
 
     Of the sections that were not changed nothing is checked again: their files may be gone by now.
@@ -53,6 +55,7 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
     Args:
         changes: section, or key without one, -> its value
         overrides: `section.key=value`, the value read as YAML
+        resumes: only what a resumed run may change may differ
 
     Raises:
         ConfigError: with every problem of what was changed, one a line, or with what a resumed run
@@ -65,7 +68,8 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
     _check_fields(source)
     refuse(source)
     plan = Plan.model_validate(source.tree | {"source": saved.source, "hf": saved.hf})
-    plan.check_resumes(saved)
+    if resumes:
+        plan.check_resumes(saved)
     touched = {*changes, *(key[0] for key in source.overrides)}
     refuse(source, (broken for broken in rules.check(plan) if broken[0].split(".")[0] in touched))
     refused = tuple(r for r in notes.unsupported(plan) if r.split(".")[0] in touched)

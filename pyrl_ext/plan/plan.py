@@ -26,6 +26,7 @@ from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.schema import Config, Parallel
+from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 
 # What a resumed run may change: how long, how often, where; it computes the same but for rounding.
@@ -346,6 +347,14 @@ class Plan(Config):
     def eval_prompts_path(self) -> str | None:
         """Absolute path of the held-out prompts."""
         return self.resolve(self.data.eval_prompts) if self.data.eval_prompts else None
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations; 0: never."""
+        if self.evaluate.every is not None:
+            return self.evaluate.every
+        held_out = self.rollout.engine != "recorded" if self.has_rollouts else self.data.held_out
+        return DEFAULT_EVERY if held_out else 0
 
     @property
     def records_path(self) -> str | None:

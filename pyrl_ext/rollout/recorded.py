@@ -31,6 +31,8 @@ from pyrl_ext.samples import Image, Prompt, Sample, Sampling
 FORMAT = "pyrl_ext rollout"
 TENSORS = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
 SCORES = "scores"
+EVALUATIONS = "eval"
+_NO_STEP = 2**62  # after all steps
 _KEPT = "kept_ids"  # a tensor over the kept tokens
 _OTHER = [f.name for f in fields(Sample) if f.name not in (*TENSORS, _KEPT, "images")]
 
@@ -215,6 +217,10 @@ class Recorder:
             name = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
             if name and int(name[1]) >= start:
                 file.unlink()
+
+    def of_set(self, name: str) -> Recorder:
+        """The recorder of evaluations on the set ``name``, in a folder below."""
+        return Recorder(self.folder / EVALUATIONS / name, self.topo, _NO_STEP)
 
     def save(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the scored samples of a step that this rank owns.

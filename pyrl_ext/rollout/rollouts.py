@@ -8,7 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from pyrl_ext.data.prompt_dataset import PromptDataset
+from pyrl_ext.data.prompt_dataset import AnyReward, PromptDataset
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import engine_ranks
@@ -17,9 +17,10 @@ from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.rollout.evaluation import Evaluation, eval_sampling, eval_sets
 from pyrl_ext.rollout.prompt_groups import Score, without_overlong
 from pyrl_ext.rollout.turns.turn_stats import Environments, turn_metrics
-from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
 class Rollouts:
@@ -127,18 +128,21 @@ class Rollouts:
             }
         return rollout
 
-    def held_out(self) -> dict[str, float]:
-        """Metrics of one greedy trajectory for each held-out prompt."""
-        prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
-        sampling = sampling_of(self.plan, self.source, 0)
-        sampling = replace(sampling, greedy=True, samples_per_prompt=1, step=None)
-        rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0)
-        index = rollout.index
-        left = len(index.firsts)
-        metrics = {"eval_reward": float(index.rewards[index.firsts].mean())} if left else {}
-        if self.environments is not None:
-            metrics["eval_dropped"] = 1 - left / len(prompts)
-        return metrics
+    def evaluate(self) -> tuple[dict[str, Evaluation], dict[str, list[Sample]]]:
+        """Results of every set of held-out prompts, the same on every rank, and the samples that
+        this rank owns."""
+        results: dict[str, Evaluation] = {}
+        samples: dict[str, list[Sample]] = {}
+        chosen = self.plan.evaluate
+        for name, prompts in eval_sets(self.plan, self.source).items():
+            sampling = eval_sampling(self.plan, self.source, name)
+            reward = self.source.sets[name].reward if name in self.source.sets else None
+            rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0, reward)
+            ks = [k for k in chosen.pass_k if k <= sampling.samples_per_prompt]
+            asked = len(prompts)
+            results[name] = Evaluation.of(rollout.index, asked, sampling, ks, chosen.pass_reward)
+            samples[name] = rollout.samples
+        return results, samples
 
     def _generate(
         self,
@@ -147,14 +151,20 @@ class Rollouts:
         keep: int,
         show: Callable[[str], None] | None,
         min_share: float | None = None,
+        reward: AnyReward | None = None,
     ) -> RolloutSamples:
-        """The samples of ``keep`` complete groups."""
+        """The samples of ``keep`` complete groups.
+
+        Args:
+            min_share: of trajectories that must be left; None: the plan's.
+            reward: that scores them; None: the run's.
+        """
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
             raise ValueError(
                 f"data.prompts: prompts with images, expected text: the {self.plan.rollout.engine} "
                 "engine was built without an image processor"
             )
-        scorer = self._scorer(prompts)
+        scorer = self._scorer(prompts, reward)
         request = self._request(prompts, sampling, keep, min_share)
         ranks = self.group, self.plan.engine_of_rank
         depths = self.plan.num_mtp_layers
@@ -190,8 +200,8 @@ class Rollouts:
         sampling = sampling_of(self.plan, self.source, step)
         return self._request(prompts, sampling, self.plan.batching.prompts)
 
-    def _scorer(self, prompts: Sequence[Prompt]) -> Score:
-        score = list if self.environments else self.source.scorer(list(prompts))
+    def _scorer(self, prompts: Sequence[Prompt], reward: AnyReward | None = None) -> Score:
+        score = list if self.environments else self.source.scorer(list(prompts), reward)
         return partial(without_overlong, score) if self.plan.objective.overlong_filter else score
 
 

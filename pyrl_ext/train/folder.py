@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -167,6 +167,16 @@ class RunFolder:
         """
         if self._recorder is not None:
             self._recorder.save(step, samples)
+
+    def record_evaluation(self, step: int, samples: Mapping[str, Sequence[Sample]]) -> None:
+        """Save the samples of each set of held-out prompts that this rank owns, if the plan asks
+        for samples.
+
+        Communicates: a line of every rank for each set.
+        """
+        if self._recorder is not None:
+            for name, own in samples.items():
+                self._recorder.of_set(name).save(step, own)
 
     def record_scores(
         self, step: int, index: BatchIndex, shard: BatchShard, scores: Scores | None

@@ -48,8 +48,9 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
             heartbeat.step = number
             with profiled(plan, topo.device, number), clock("time/step"):
                 row = {"step": number} | step.sync_weights(number, clock)
-                if plan.evaluate.every and number % plan.evaluate.every == 0:
+                if plan.evaluate_every and number % plan.evaluate_every == 0:
                     row |= step.evaluate(clock)
+                    run.record_evaluation(number, step.evaluated)
                 rollout = step.take(number, clock)
                 run.record(number, [*rollout.samples, *rollout.dropped])
                 row |= step.onload(clock)
@@ -91,9 +92,10 @@ def speed(clock: Clock, index: BatchIndex) -> dict[str, float]:
 def finish(step: Step, run: RunFolder, clock: Clock) -> None:
     """After the last step: evaluate the final weights once more, and report."""
     reached = step.policy.step
-    if reached == run.plan.steps and run.plan.evaluate.every:
+    if reached == run.plan.steps and run.plan.evaluate_every:
         step.sync_weights(reached, clock)
         last = {"step": reached} | step.evaluate(clock)
+        run.record_evaluation(reached, step.evaluated)
         step.onload(clock)
         run.write(last | clock.take())
     run.close()

@@ -62,6 +62,8 @@ class Step(ABC):
     loss: LossFn
     moved: TransferStats = field(default_factory=TransferStats, init=False)
     weighed: Metrics = field(default_factory=dict[str, float], init=False)
+    evaluated: dict[str, list[Sample]] = field(default_factory=dict[str, list[Sample]], init=False)
+    """set of held-out prompts -> samples of this rank in the last evaluation"""
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -88,7 +90,7 @@ class Step(ABC):
 
     @abstractmethod
     def evaluate(self, phase: Phase) -> Metrics:
-        """Metrics of the held-out data."""
+        """Metrics of the held-out data, whose samples are in `evaluated`."""
 
     def onload(self, phase: Phase) -> Metrics:
         """Bring the trainer back onto the device."""
@@ -183,7 +185,12 @@ class RolloutStep(Step):
 
     @classmethod
     def build(
-        cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None
+        cls,
+        plan: Plan,
+        topo: Topology,
+        show: Callable[[str], None] | None = None,
+        trainable: bool = True,
+        initial: bool = True,
     ) -> RolloutStep:
         """Everything the plan names; bad prompts, rewards or losses fail before a model is built,
         and the engine comes before the trainer, so that it starts on an empty GPU, and the trainer
@@ -191,6 +198,8 @@ class RolloutStep(Step):
 
         Args:
             show: takes a line of text as samples come.
+            trainable: False: without optimizer and reference, to evaluate alone.
+            initial: False: the weights are loaded later.
         """
         source = build_source(plan)
         if plan.modules:
@@ -200,10 +209,10 @@ class RolloutStep(Step):
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
-            policy = Policy.build(plan, topo, offloads=True)
+            policy = Policy.build(plan, topo, trainable=trainable, initial=initial, offloads=True)
             reference = None
             rollouts.engine.score_canaries = partial(score_canaries, policy)
-            if plan.objective.kl_coef and plan.lora is None:
+            if plan.objective.kl_coef and plan.lora is None and trainable:
                 reference = Policy.build(plan, topo, trainable=False)
         except BaseException:
             rollouts.close()
@@ -263,9 +272,13 @@ class RolloutStep(Step):
             return self.rollouts.train(number)
 
     def evaluate(self, phase: Phase) -> Metrics:
-        """Mean reward on the held-out prompts."""
+        """Rewards, pass@k and lengths on each set of held-out prompts."""
         with phase("time/eval"):
-            return self.rollouts.held_out()
+            results, self.evaluated = self.rollouts.evaluate()
+        metrics: Metrics = {}
+        for name, result in results.items():
+            metrics |= result.metrics(name)
+        return metrics
 
     def onload(self, phase: Phase) -> Metrics:
         """Put the engine to sleep and bring the trainer back onto the device."""

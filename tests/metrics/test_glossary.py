@@ -33,6 +33,9 @@ ELSEWHERE = {
     "rollout/dropped_groups",
     "rollout/dropped_tokens",
     "rollout/reward_all",
+    # of trajectories that were all dropped: tests/rollout/test_evaluation.py
+    "eval_dropped",
+    "eval/<name>/dropped",
 }
 
 
@@ -78,6 +81,8 @@ def test_lookup_knows_the_names_of_earlier_versions():
 def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
     """Two steps of runs with all that logs a metric: of fine-tuning, and of merged adapters in an
     environment."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 2)
+    reward = "pyrl_ext.data.rewards:number_match"
     config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
     config |= {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -94,6 +99,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         "objective.tis_cap=2",
         "objective.entropy_coef=0.01",
         "rollout.top_p=0.95",
+        f"evaluate.sets={{sums: {{file: {tmp_path / 'sums.jsonl'}, reward: '{reward}'}}}}",
         "objective.mask_ratio=[0.1,9.0]",
         "objective.sequence_bounds=[0.1,9.0]",
         "objective.veto=1e-6",
@@ -130,6 +136,8 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
             assert train(each, topo, heartbeat)
         logged |= {name for row in read_rows(Path(each.run) / "metrics.jsonl") for name in row}
     logged = {re.sub(r"/layer_\d+$", "/layer_<id>", name) for name in logged}
+    logged = {re.sub(r"^eval/\w+/", "eval/<name>/", name) for name in logged}
+    logged = {re.sub(r"@\d+", "@<id>", name) for name in logged}
     assert logged | ELSEWHERE == GLOSSARY.keys()
 
 

@@ -18,7 +18,9 @@ PARTS = [name for name in fields_of("objective") if name not in _ANY_LOSS]
 # Keys that only runs with rollouts read, and those that only runs without them read; a section
 # stands for all its keys.
 WITH_ROLLOUTS = _keys(
-    "rollout turns replay evaluate.prompts batching.prompts batching.samples_per_prompt "
+    "rollout turns replay evaluate.prompts evaluate.samples evaluate.temperature evaluate.top_p "
+    "evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward evaluate.sets "
+    "batching.prompts batching.samples_per_prompt "
     "data.task data.task_options data.prompts data.reward data.reward_timeout data.eval_prompts "
     "data.max_prompt_tokens lora.publish"
 ) + tuple(("objective", name) for name in PARTS)

@@ -90,17 +90,3 @@ def positions_suffice(plan: Plan) -> Found:
             f"= {tokens} tokens, expected at most max_position_embeddings "
             f"{plan.sizes.max_position_embeddings} {in_config(plan)}"
         )
-
-
-@rule("evaluate.prompts")
-def evaluation_has_prompts(plan: Plan) -> Found:
-    if plan.evaluate.every > 0 and plan.evaluate.prompts == 0:
-        every = plan.evaluate.every
-        return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"
-
-
-@rule("data.held_out")
-def evaluation_has_records(plan: Plan) -> Found:
-    every = plan.evaluate.every
-    if every > 0 and not plan.has_rollouts and plan.data.held_out == 0:
-        return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"

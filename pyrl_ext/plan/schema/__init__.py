@@ -22,6 +22,7 @@ from pyrl_ext.plan.language.fields import (
     bounded,
 )
 from pyrl_ext.plan.model.cp_cost import CpCost
+from pyrl_ext.plan.schema.evaluate import Evaluate
 from pyrl_ext.plan.schema.layout import Module, Parallel
 from pyrl_ext.plan.schema.log import Log
 from pyrl_ext.plan.schema.lora import Lora
@@ -237,15 +238,6 @@ class Data(Section):
     """records at the end of data.path that are evaluated and not trained on"""
     shuffle: bool = True
     """a new order every epoch, drawn from the seed"""
-
-
-class Evaluate(Section):
-    """The held-out evaluation."""
-
-    every: Count = 0
-    """steps between evaluations; 0: never"""
-    prompts: Count = 64
-    """held-out prompts per evaluation"""
 
 
 class Checkpoint(Section):

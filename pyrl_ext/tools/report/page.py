@@ -18,6 +18,7 @@ from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.model.units import duration, size
 from pyrl_ext.plan.show.html.page import environment
 from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped
+from pyrl_ext.tools.report.evaluations import evaluations
 from pyrl_ext.tools.report.events import alarms, events
 from pyrl_ext.tools.report.recorded import GAPS, Recorded, recorded
 from pyrl_ext.tools.report.state import Folder
@@ -52,6 +53,7 @@ def report_page(folders: Sequence[Folder]) -> str:
         memory=memory_bars(folders),
         gaps=", ".join(map(str, GAPS)),
         recorded=samples,
+        evaluations=[e for run, folder in enumerate(folders) for e in evaluations(run, folder)],
         events=[e for run, folder in enumerate(folders) for e in events(run, folder)],
         data=data_block(found, samples),
         script=Markup(script),

@@ -1,0 +1,55 @@
+"""``evaluate``: when held-out prompts are answered, how responses are drawn, and further sets."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from pyrl_ext.plan.language.fields import Count, NonNegative, Positive, RelativePath, Section, Text
+
+DEFAULT_EVERY = 20
+HELD_OUT = "held_out"  # name of the set of held-out prompts of data.prompts or data.eval_prompts
+
+
+class EvalSet(Section):
+    """A set of prompts in a file; what is null is as for the held-out prompts."""
+
+    file: Annotated[Text, RelativePath()]
+    """.jsonl or .parquet like data.prompts, relative to this YAML file"""
+    prompts: Positive | None = None
+    """most prompts that are used; null: all"""
+    reward: Annotated[Text, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """module:function that scores a response; null: data.reward"""
+    samples: Positive | None = None
+    """responses for each prompt"""
+    temperature: NonNegative | None = None
+    """0: greedy"""
+    max_new_tokens: Positive | None = None
+    """longest response [tokens]"""
+
+
+class Evaluate(Section):
+    """The held-out evaluation."""
+
+    every: Count | None = None
+    """steps between evaluations, which also follow the last step; 0: never; null: 20, or never
+    where no data is held out or samples are recorded ones"""
+    prompts: Count = 64
+    """most held-out prompts of an evaluation"""
+    samples: Positive = 1
+    """responses for each prompt"""
+    temperature: NonNegative = 0.0
+    """0: greedy"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """nucleus sampling, with a temperature above 0"""
+    top_k: Count = 0
+    """most likely tokens that are kept, with a temperature above 0; 0: all"""
+    max_new_tokens: Positive | None = None
+    """longest response [tokens], at most rollout.max_new_tokens; null: that"""
+    pass_k: list[Positive] = [1]  # noqa: RUF012  a field of pydantic
+    """k of each pass@k, at most the number of samples"""
+    pass_reward: float = 1.0
+    """smallest reward of a response that passes"""
+    sets: dict[str, EvalSet] = Field(default={})
+    """further sets by name"""
