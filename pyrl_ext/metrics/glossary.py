@@ -48,8 +48,8 @@ _METRICS = (
     Metric(
         "eval/<name>/pass@<id>",
         "1",
-        "pass@k: mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n responses have a reward "
-        "of at least evaluate.pass_reward; held_out are the held-out prompts.",
+        "pass@k: mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n responses have a "
+        "reward of at least evaluate.pass_reward; held_out are the held-out prompts.",
         source="Chen et al. 2021, arXiv 2107.03374",
     ),
     Metric("eval/<name>/pass@<id>_error", "1", "Standard error of pass@k, over prompts."),
