@@ -101,6 +101,7 @@ COSTS = (
         "that is left in the engine's dtype, sum of d * (round(W + d) - round(W)) / sum of d ** 2 "
         "over all numbers of the weights W with an adapter, d = alpha / rank * B A in float32.",
         band=(0.9, 0.5),
+        problem="{share} of the policy's move reaches the engine",
     ),
     Metric(
         "publish/checked",

@@ -20,6 +20,7 @@ from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS, TURN_M
 _R3 = "Stabilizing MoE RL by aligning training and inference routers, arXiv:2510.11370"
 _K3 = "http://joschu.net/blog/kl-approx.html"
 _VERL = "verl documentation, rollout correction"
+_DISAGREE = "trainer and engine disagree"
 
 _METRICS = (
     # the run
@@ -84,18 +85,41 @@ _METRICS = (
         "mean(r - 1 - d), an estimate of KL(rollout || old).",
         (2e-3, 2e-2),
         _K3,
+        problem=_DISAGREE,
     ),
-    Metric("mismatch/abs_mean", "nat", "mean(|d|).", (0.03, 0.1)),
+    Metric("mismatch/abs_mean", "nat", "mean(|d|).", (0.03, 0.1), problem=_DISAGREE),
     Metric("mismatch/p99", "nat", "Smallest |d| that at least 99 % of the tokens do not exceed."),
     Metric("mismatch/max", "nat", "max(|d|)."),
-    Metric("mismatch/prob_abs_mean", "1", "mean(|exp(old) - exp(rollout)|).", (0.005, 0.01), _VERL),
-    Metric("mismatch/f2", "1", "Fraction of tokens with max(r, 1/r) > 2.", (1e-2, 0.1), _R3),
-    Metric("mismatch/f5", "1", "Fraction of tokens with max(r, 1/r) > 5.", (1e-3, 1e-2), _R3),
+    Metric(
+        "mismatch/prob_abs_mean",
+        "1",
+        "mean(|exp(old) - exp(rollout)|).",
+        (0.005, 0.01),
+        _VERL,
+        problem=_DISAGREE,
+    ),
+    Metric(
+        "mismatch/f2",
+        "1",
+        "Fraction of tokens with max(r, 1/r) > 2.",
+        (1e-2, 0.1),
+        _R3,
+        problem=_DISAGREE,
+    ),
+    Metric(
+        "mismatch/f5",
+        "1",
+        "Fraction of tokens with max(r, 1/r) > 5.",
+        (1e-3, 1e-2),
+        _R3,
+        problem=_DISAGREE,
+    ),
     Metric(
         "mismatch/ess",
         "1",
         "Effective sample size (sum r)^2 / (n sum r^2), r unclamped.",
         (0.9, 0.5),
+        problem=_DISAGREE,
     ),
     Metric(
         "mismatch/chi2",
@@ -103,13 +127,20 @@ _METRICS = (
         "mean(r^2) - 1, an estimate of chi2(old || rollout).",
         (0.1, 1.0),
         _VERL,
+        problem=_DISAGREE,
     ),
     Metric(
         "mismatch/ppl_ratio",
         "1",
         "exp(-mean(d)), perplexity in the trainer over that in the engine.",
     ),
-    Metric("mismatch/nonfinite", "tokens", "Tokens whose d is NaN or infinite.", (0, 0.5)),
+    Metric(
+        "mismatch/nonfinite",
+        "tokens",
+        "Tokens whose d is NaN or infinite.",
+        (0, 0.5),
+        problem="log-probs that are not finite: {value}",
+    ),
     # the update
     Metric("policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 with one minibatch a step."),
     Metric(
@@ -117,6 +148,7 @@ _METRICS = (
         "1",
         "Fraction of tokens whose policy term has no gradient because the clip is active.",
         (0.2, 0.5),
+        problem="{share} of tokens clipped",
     ),
     Metric(
         "policy/entropy", "nat", "Mean exact entropy of the policy's distribution, -sum p log p."
@@ -152,6 +184,7 @@ _METRICS = (
         "1",
         "Fraction of tokens with a log-ratio beyond +-20, which was clamped before exp.",
         (0, 1e-3),
+        problem="{share} of log-ratios clamped",
     ),
     Metric(
         "policy/skipped_updates",
@@ -159,6 +192,7 @@ _METRICS = (
         "Minibatches without any loss token, which update nothing; other metrics of the update are "
         "means over the rest.",
         (0, 0.5),
+        problem="minibatches without loss tokens: {value}",
     ),
     # routing: the engine's experts against the trainer's own choice
     Metric(
@@ -167,6 +201,7 @@ _METRICS = (
         "Mean over tokens and layers of |engine's experts and trainer's own| / K.",
         (0.9, 0.7),
         _R3,
+        problem="routers agree on {share} of experts",
     ),
     Metric(
         "route/agree_topk/layer_<id>", "1", "route/agree_topk of one layer, its global id from 0."
@@ -174,7 +209,13 @@ _METRICS = (
     Metric(
         "route/exact_set", "1", "Fraction of (token, layer) with the same set of experts in both."
     ),
-    Metric("route/coverage", "1", "Fraction of rows for which the engine gave a route.", (1, 0.99)),
+    Metric(
+        "route/coverage",
+        "1",
+        "Fraction of rows for which the engine gave a route.",
+        (1, 0.99),
+        problem="rows without routes",
+    ),
     Metric(
         "route/fallback_rows",
         "rows",
@@ -198,7 +239,11 @@ _METRICS = (
     Metric("rollout/tokens", "tokens", "Prompt and response tokens of the step's samples."),
     Metric("rollout/response_len", "tokens", "Mean tokens of a response."),
     Metric(
-        "rollout/truncated", "1", "Fraction of trajectories cut off at their budget.", (0.3, 0.8)
+        "rollout/truncated",
+        "1",
+        "Fraction of trajectories cut off at their budget.",
+        (0.3, 0.8),
+        problem="{share} truncated",
     ),
     Metric("rollout/samples_per_trajectory", "1", "Samples that a trajectory was cut into, mean."),
     Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
@@ -209,6 +254,7 @@ _METRICS = (
         "Fraction of the generated groups whose samples have equal rewards, which give no "
         "gradient.",
         (0.8, 0.99),
+        problem="{share} flat groups",
     ),
     Metric(
         "rollout/single_groups",

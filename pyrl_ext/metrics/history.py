@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pyrl_ext.metrics.glossary import RENAMED
+from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, lookup
 from pyrl_ext.metrics.sinks import read_rows
+
+# metric -> its steps and values
+Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,18 @@ class RunHistory:
         """Sum of the finite values; 0 without any."""
         values = self.series(name)[1]
         return float(values.sum(where=np.isfinite(values)))
+
+
+def columns(run: RunHistory) -> Columns:
+    """Metric -> steps and values of the rows that have it, in the order of the glossary."""
+    names = {name for row in run.rows for name in row} - {"step"}
+    return {name: run.series(name) for name in sorted(names, key=_order)}
+
+
+def _order(name: str) -> tuple[int, str]:
+    metric = lookup(name)
+    place = len(GLOSSARY) if metric is None else list(GLOSSARY).index(metric.name)
+    return place, re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)
 
 
 def aim(run: RunHistory) -> str:

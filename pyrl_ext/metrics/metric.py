@@ -20,6 +20,8 @@ class Metric:
         source: where the formula or the band comes from; empty if it is our own.
         phase: of a phase's time, whether it goes into the model (any trainer spends it) or into our
             own code; empty for everything else.
+        problem: what an alarming value means, in plain words; ``{value}`` and ``{share}`` stand for
+            the value and for it in percent. Metrics with the same words tell of one problem.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Metric:
     band: tuple[float, float] | None = None
     source: str = ""
     phase: Literal["", "model", "ours"] = ""
+    problem: str = ""
 
     def level(self, value: float) -> str:
         """ "ok", "warn" or "alarm"; a number that is not finite is an alarm, band or not."""

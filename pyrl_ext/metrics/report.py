@@ -14,17 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pyrl_ext.metrics.alarms import COLORS, MARKS, alarms, worst_of
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
-from pyrl_ext.metrics.history import RunHistory, aim
+from pyrl_ext.metrics.history import RunHistory, aim, columns
 from pyrl_ext.metrics.plot import plot
 
 PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
 MEANS = (
-    "mismatch/k3",
     "mismatch/abs_mean",
-    "mismatch/prob_abs_mean",
-    "mismatch/f2",
-    "mismatch/ess",
     "route/agree_topk",
     "route/exact_set",
     "route/coverage",
@@ -37,6 +34,7 @@ MEANS = (
     "tokens_per_s",
 )
 
+ALARMS = 5  # most problems that are listed
 WORST_LAYER = "route/agree_topk, worst layer"
 WORST_STEP = "mismatch/abs_mean, worst step"
 
@@ -61,9 +59,8 @@ def summary(run: RunHistory) -> dict[str, float]:
     for name in MEANS:
         if len(values := run.series(name)[1]):
             figures[name] = values.mean()
-    _, mismatch = run.series("mismatch/abs_mean")
-    if len(mismatch):
-        figures[WORST_STEP] = np.max(mismatch)  # NaN if one is
+            if name == "mismatch/abs_mean":
+                figures[WORST_STEP] = np.max(values)  # NaN if one is
     layers = {n for row in run.rows for n in row if n.startswith("route/agree_topk/layer_")}
     if layers:
         figures[WORST_LAYER] = min(run.series(name)[1].mean() for name in layers)
@@ -121,6 +118,20 @@ def time_table(runs: Sequence[RunHistory]) -> Table:
     return table
 
 
+def alarm_lines(run: RunHistory) -> Text:
+    """The run's worst problems, each with its worst metric; what is left is on the page."""
+    found = worst_of(alarms(columns(run)))
+    if not found:
+        return Text("none: every metric was finite and inside its band at every step")
+    lines: list[Text] = []
+    for alarm in found[:ALARMS]:
+        words = f"{MARKS[alarm.level]} {alarm.problem}: {alarm.name} {alarm.words}"
+        lines.append(Text(words, COLORS[alarm.level]))
+    if len(found) > ALARMS:
+        lines.append(Text(f"and {len(found) - ALARMS} more: pyrl report RUN --html shows all"))
+    return Text("\n").join(lines)
+
+
 def _table(title: str, headings: list[str], runs: Sequence[RunHistory]) -> Table:
     table = Table(*headings, title=title, title_justify="left", title_style="bold")
     for place, run in enumerate(runs):
@@ -147,8 +158,8 @@ def _figure(name: str, value: float | None) -> str:
     unit = "" if metric is None or metric.unit in ("1", "reward") else f" {metric.unit}"
     text = f"{value:,.0f}" if abs(value) >= 1000 or name.startswith("steps") else f"{value:.4g}"
     level = "ok" if metric is None else metric.level(value)
-    colour = {"ok": "", "warn": "[yellow]", "alarm": "[red]"}[level]
-    return f"{colour}{text}{unit}{' !' if level == 'alarm' else ''}"
+    color = f"[{COLORS[level]}]" if level in COLORS else ""
+    return f"{color}{text}{unit}{' !' if level == 'alarm' else ''}"
 
 
 def _ratio(value: float | None, base: float | None) -> str:
@@ -160,9 +171,13 @@ def _ratio(value: float | None, base: float | None) -> str:
 def print_report(
     runs: Sequence[RunHistory], png: str | Path, console: Console | None = None
 ) -> None:
-    """The tables and the picture of one or more runs."""
+    """The tables, the worst alarms and the picture of one or more runs."""
     console = console or Console()
     console.print(summary_table(runs))
     console.print(time_table(runs))
+    for run in runs:
+        title = "Alarms" if len(runs) == 1 else f"Alarms of {run.name}"
+        console.print(Text(title, "bold"), soft_wrap=True)
+        console.print(alarm_lines(run), soft_wrap=True)
     plot(runs, png)
     console.print(Text(f"Curves: {png}"), soft_wrap=True)

@@ -80,7 +80,11 @@ TURN_METRICS = (
         "Time in which an engine was idle, waiting for environments, the largest of all engines.",
     ),
     Metric(
-        "eval_dropped", "1", "Fraction of held-out prompts whose trajectory is dropped.", (0, 0.5)
+        "eval_dropped",
+        "1",
+        "Fraction of held-out prompts whose trajectory is dropped.",
+        (0, 0.5),
+        problem="{share} of held-out prompts dropped",
     ),
 )
 
@@ -105,6 +109,7 @@ SERVER_METRICS = (
         "requests",
         "Requests that another server took over, because theirs failed.",
         (0, 100),
+        problem="requests moved to other servers: {value}",
     ),
     Metric(
         "servers/aborted_parts",

@@ -1,4 +1,4 @@
-"""The destinations of a step's numbers: a file of JSON lines, TensorBoard, the terminal.
+"""Files that take a step's numbers: JSON lines, TensorBoard.
 
 A row is one step: ``{"step": 3, "reward": 0.5, ...}``.
 """
@@ -8,14 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pyrl_ext.parallel.atomic_write import replacing
 
@@ -211,80 +206,3 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
-
-
-class ProgressSink:
-    """A progress bar with reward or loss, tokens/s and time left; plain lines if not in a terminal.
-
-    Args:
-        total_steps: steps of the whole run.
-        first_step: where this process starts.
-        every: shortest time between two plain lines [s]; the first and the last are always printed.
-        file: where to print, stderr if None.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        first_step: int = 0,
-        every: float = 5.0,
-        file: IO[str] | None = None,
-    ) -> None:
-        console = Console(file=file or sys.stderr)
-        self._console = console
-        self._total = total_steps
-        self._every = every
-        self._start = time.monotonic()
-        self._first = first_step
-        self._printed = -math.inf
-        self._bar = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(elapsed_when_finished=True),
-                console=console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=total_steps, completed=first_step, numbers="")
-
-    def write(self, row: Row) -> None:
-        """Show one step."""
-        done = min(int(row["step"]) + 1, self._total)  # the last evaluation comes after it
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, numbers=_numbers(row))
-            return
-        now = time.monotonic()
-        if now - self._printed < self._every and done < self._total:
-            return
-        self._printed = now
-        left = (now - self._start) / max(1, done - self._first) * (self._total - done)
-        line = f"step {done}/{self._total}  {_numbers(row)}  left {_clock(left)}"
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        """Show the progress of the running step instead of numbers; in a terminal only."""
-        if self._bar is not None:
-            self._bar.update(self._task, numbers=text)
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _numbers(row: Row) -> str:
-    name = "reward" if "reward" in row else "loss"
-    shown = ((name, name, ".3f"), ("eval_reward", "eval", ".3f"), ("eval_loss", "eval", ".3f"))
-    parts = [f"{label} {row[name]:{form}}" for name, label, form in shown if name in row]
-    if "tokens_per_s" in row:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
-    return "  ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from pyrl_ext.metrics.alarms import alarming
 from pyrl_ext.metrics.glossary import described
 from pyrl_ext.metrics.sinks import Row
 from pyrl_ext.parallel.atomic_write import write_text
@@ -54,12 +55,11 @@ class WandbSink:
         """Log one step."""
         step = int(row["step"])
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
-        metrics = {name: described(name) for name in row}
-        alarming = {name for name, each in metrics.items() if each.level(row[name]) == "alarm"}
-        for name in sorted(alarming - self._alarming):
-            text = f"{row[name]:.4g} at step {step}. {metrics[name].definition}"
+        found = set(alarming(row))
+        for name in sorted(found - self._alarming):
+            text = f"{row[name]:.4g} at step {step}. {described(name).definition}"
             self._run.alert(name[:63], text, "ERROR")
-        self._alarming = self._alarming - row.keys() | alarming
+        self._alarming = self._alarming - row.keys() | found
 
     def close(self) -> None:
         """Send what is left, and mark the run as finished."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.metrics.history import load_run
 from pyrl_ext.metrics.report import print_report
-from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink, count_rows
+from pyrl_ext.metrics.sinks import JsonlSink, Row, Sink, TensorBoardSink, count_rows
+from pyrl_ext.metrics.terminal import TerminalSink
 from pyrl_ext.metrics.wandb_sink import WandbSink
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
@@ -38,7 +39,7 @@ class RunFolder:
         self.path = Path(plan.run)
         self.checkpoints = self.path / "checkpoints"
         self.sinks: list[Sink] = []
-        self.progress: ProgressSink | None = None
+        self.terminal: TerminalSink | None = None
         self._recorder: Recorder | None = None
         self._saved_at: int | None = None
 
@@ -96,8 +97,8 @@ class RunFolder:
             config = json.loads(self.plan.to_json())
             self.sinks.append(WandbSink(self.path, project, config))
         if self.plan.log.progress:
-            self.progress = ProgressSink(self.plan.steps, policy.step)
-            self.sinks.append(self.progress)
+            self.terminal = TerminalSink(self.plan.steps, policy.step)
+            self.sinks.append(self.terminal)
 
     def _announce(self, newest: Path, step: int) -> None:
         for damaged in checkpoint.incomplete(self.checkpoints):
@@ -156,9 +157,14 @@ class RunFolder:
             sink.write(row)
 
     def note(self, text: str) -> None:
-        """Show ``text`` on the progress line."""
-        if self.progress is not None:
-            self.progress.note(text)
+        """Show ``text`` in the live bar."""
+        if self.terminal is not None:
+            self.terminal.note(text)
+
+    def enter(self, phase: str | None) -> None:
+        """Show the phase that begins, as `Clock` names it, in the live bar."""
+        if self.terminal is not None:
+            self.terminal.enter(phase)
 
     def record(self, step: int, samples: Sequence[Sample]) -> None:
         """Save the samples that this rank owns of a step, if the plan asks for it.
@@ -206,6 +212,6 @@ class RunFolder:
             sink.close()
 
     def report(self) -> None:
-        """Print the table of the whole run and draw its plot."""
+        """Print the tables and alarms of the whole run and draw its plot."""
         if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
             print_report([load_run(self.path)], self.path / "report.png")

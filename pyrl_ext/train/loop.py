@@ -34,7 +34,12 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     """Run the plan from where its run folder stands; returns whether it reached its last step."""
     run = RunFolder(plan, topo)
     run.check()
-    clock = Clock(on_phase=heartbeat.enter)
+
+    def enter(phase: str | None) -> None:
+        heartbeat.enter(phase)
+        run.enter(phase)
+
+    clock = Clock(on_phase=enter)
     with (
         closing(build_step(plan, topo, run.note)) as step,
         Interrupt().handled() as interrupt,

@@ -44,6 +44,7 @@ def test_glossary_defines_each_metric_once_with_formula_and_unit():
         assert metric.name == name and metric.unit
         assert metric.definition.endswith(".") and metric.definition.count(". ") == 0
         assert metric.band is None or metric.band[0] != metric.band[1]
+        assert (metric.band is None) == (metric.problem == "")
 
 
 def test_check_names_lists_all_unknown_ones():

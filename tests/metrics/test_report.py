@@ -37,7 +37,7 @@ def test_summary_takes_means_and_extremes(tmp_path):
     assert figures["steps"] == 10
     assert [figures[f"reward {k}"] for k in ("first", "last", "best")] == [0.0, 0.9, 0.9]
     assert (figures["eval reward start"], figures["eval reward end"]) == (0.0, 0.45)
-    assert figures["mismatch/k3"] == pytest.approx(1e-3)
+    assert figures["mismatch/abs_mean"] == pytest.approx((10 * 0.02 + 0.09) / 11)
     assert figures[report.WORST_LAYER] == pytest.approx(0.8)
     assert figures[report.WORST_STEP] == pytest.approx(0.09)
     seconds = report.phase_seconds(run)
@@ -76,10 +76,43 @@ def row_of(lines: list[str], name: str) -> str:
 def test_report_shows_one_run(tmp_path, capsys):
     write_run(tmp_path / "a", 10)
     lines = shown([tmp_path / "a"], tmp_path, capsys)
-    assert row_of(lines, "mismatch/k3") == "mismatch/k3 0.001 nat"
+    assert row_of(lines, "mismatch/abs_mean") == "mismatch/abs_mean 0.02 nat"
+    assert not any("mismatch/k3" in line for line in lines)
     assert row_of(lines, "time/rollout") == "time/rollout model 5.00 s 50.0%"
     assert row_of(lines, "ours together") == "ours together ours 2.50 s 25.0%"
     assert row_of(lines, "all") == "all 10.00 s 100.0%"
+
+
+def test_report_lists_the_worst_problems_with_their_counts_under_the_last_table(tmp_path, capsys):
+    sink = JsonlSink(tmp_path / "a/metrics.jsonl")
+    for step in range(10):
+        row = {"step": step, "reward": 0.5, "time/step": 1.0, "rollout/truncated": 0.5}
+        row |= {"rollout/flat_groups": 1.0 if step < 8 else 0.5, "route/coverage": 1.0}
+        row |= {"mismatch/k3": 0.05 if step in (3, 5) else 0.0, "mismatch/f2": 0.2 * (step == 3)}
+        sink.write(row)
+    sink.close()
+    lines = shown([tmp_path / "a"], tmp_path, capsys)
+    place = lines.index("Alarms")
+    assert lines[place - 1].startswith("└")
+    assert lines[place + 1 : -1] == [
+        "! 100 % flat groups: rollout/flat_groups 1 (alarm above 0.99) at step 0; outside in 8 of "
+        "10 steps, 0 to 7",
+        "! trainer and engine disagree: mismatch/k3 0.05 (alarm above 0.02) at step 3; outside in "
+        "2 of 10 steps, 3 to 5",
+        "~ 50 % truncated: rollout/truncated 0.5 (warn above 0.3) at step 0; outside in 10 of 10 "
+        "steps, 0 to 9",
+    ]
+
+
+def test_report_says_how_many_problems_it_leaves_out_and_where_there_are_none():
+    kinds = ("rollout/truncated", "rollout/flat_groups", "policy/clip_fraction")
+    kinds += ("policy/guarded_fraction", "policy/skipped_updates", "mismatch/chi2")
+    rows = [{"step": 0, "reward": 1.0} | dict.fromkeys(kinds, 1.5)]
+    lines = str(report.alarm_lines(RunHistory("a", rows))).splitlines()
+    assert len(lines) == 6 and all(line.startswith("! ") for line in lines[:5])
+    assert lines[5] == "and 1 more: pyrl report RUN --html shows all"
+    healthy = RunHistory("a", [{"step": 0, "reward": 1.0}])
+    assert str(report.alarm_lines(healthy)).startswith("none: every metric was finite and inside")
 
 
 def test_report_compares_runs_by_ratio(tmp_path, capsys, monkeypatch):
@@ -87,7 +120,6 @@ def test_report_compares_runs_by_ratio(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "on", 10)
     write_run(tmp_path / "off", 10, factor=8.0)
     lines = shown([tmp_path / "on", tmp_path / "off"], tmp_path, capsys)
-    assert row_of(lines, "mismatch/k3") == "mismatch/k3 0.001 nat 0.008 nat 8x"
     assert row_of(lines, "mismatch/abs_mean") == "mismatch/abs_mean 0.02 nat 0.16 nat ! 8x"
     assert row_of(lines, "time/update") == "time/update model 2.50 s 25.0% 2.50 s 25.0% 1x"
 
@@ -129,7 +161,11 @@ def test_report_says_that_runs_go_before_an_option(tmp_path, capsys, option):
 def test_report_shows_numbers_that_are_not_finite(tmp_path, capsys):
     write_run(tmp_path / "a", 10, factor=math.nan)
     lines = shown([tmp_path / "a"], tmp_path, capsys)
-    assert row_of(lines, "mismatch/k3") == "mismatch/k3 nan nat !"
+    assert row_of(lines, "mismatch/abs_mean") == "mismatch/abs_mean nan nat !"
+    place = lines.index("Alarms")
+    assert lines[place + 1].startswith("! not finite: mismatch/abs_mean nan at step 0; outside in")
+    assert lines[place + 2].startswith("~ routers agree on 85 % of experts: route/agree_topk 0.85 ")
+    assert lines[place + 3].startswith("Curves: ")
     assert row_of(lines, "steps with NaN or infinity") == "steps with NaN or infinity 10"
 
 

@@ -1,6 +1,5 @@
-"""The destinations of a step's numbers: files that survive crashes, TensorBoard, the terminal."""
+"""Files that take a step's numbers: they survive crashes; TensorBoard."""
 
-import io
 import json
 import math
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, TensorBoardSink, read_rows
+from pyrl_ext.metrics.sinks import JsonlSink, TensorBoardSink, read_rows
 from tests.helpers.small_disk import fill, small_disk
 
 
@@ -112,38 +111,6 @@ def test_tensorboard_sink_writes_every_scalar(tmp_path):
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == ["mismatch/k3", "reward"]
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(0, 0.0), (1, 0.5), (2, 7.0)]
-
-
-def test_progress_sink_prints_few_plain_lines():
-    out = io.StringIO()
-    sink = ProgressSink(100, first_step=40, every=60.0, file=out)
-    for step in range(40, 100):
-        sink.note("not in plain lines")
-        sink.write({"step": step, "reward": step / 100, "tokens_per_s": 1234.5})
-    sink.write({"step": 100, "eval_reward": 0.5})  # of the final weights
-    sink.close()
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 3
-    assert lines[2].startswith("step 100/100  eval 0.500")
-    assert lines[0].startswith("step 41/100  reward 0.400  1,234 tokens/s  left 0:00:")
-    assert lines[1].startswith("step 100/100  reward 0.990") and lines[1].endswith("left 0:00:00")
-
-
-def test_progress_sink_draws_a_bar_in_a_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    out = io.StringIO()
-    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
-    sink = ProgressSink(10, file=out)
-    sink.note("rollout: 3 samples")
-    sink.close()
-    assert "0/10" in out.getvalue() and "rollout: 3 samples" in out.getvalue()
-    sink = ProgressSink(10, file=out)
-    for step in range(10):
-        sink.note("rollout: 4 samples")
-        sink.write({"step": step, "reward": 0.5, "eval_reward": 0.25})
-    sink.close()
-    assert "10/10" in out.getvalue() and "reward 0.500  eval 0.250" in out.getvalue()
 
 
 @pytest.mark.parametrize(

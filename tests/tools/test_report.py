@@ -21,11 +21,12 @@ from safetensors.torch import save, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from pyrl_ext.metrics.history import columns
 from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.rollout.recorded import save_samples
 from pyrl_ext.tools.report.__main__ import main
-from pyrl_ext.tools.report.curves import POINTS, charts, columns, grouped, thinned
-from pyrl_ext.tools.report.events import alarms, events
+from pyrl_ext.tools.report.curves import POINTS, charts, grouped, thinned
+from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.page import memory_bars, report_page, time_bars
 from pyrl_ext.tools.report.recorded import recorded, visible
 from pyrl_ext.tools.report.state import Folder, folders
@@ -120,24 +121,6 @@ def test_page_shows_finite_numbers_of_metrics_that_are_not_always(tmp_path: Path
     assert not [event for event in events(0, folder) if event.name.startswith("engine")]
     words = words_of(page_of(path))
     assert "reward 0.75" in words and "memory/peak inf" in words
-
-
-def test_alarms_name_the_steps_outside_the_band(tmp_path: Path):
-    folder = Folder(write_history(tmp_path, 8))
-    for step, value in ((2, 0.05), (3, 0.2), (5, 0.04)):
-        folder.run.rows[step]["mismatch/abs_mean"] = value
-    folder.run.rows[7]["route/agree_topk"] = 0.8
-    folder.run.rows[4]["grad_norm"] = math.nan
-    found = alarms(0, columns(folder.run))
-    assert [(a.name, a.level, a.still) for a in found] == [
-        ("route/agree_topk", "warn", True),
-        ("mismatch/abs_mean", "alarm", False),
-        ("grad_norm", "alarm", False),
-    ]
-    words = [alarm.words for alarm in found]
-    assert words[0] == "0.8 (warn below 0.9) at step 7; outside at step 7"
-    assert words[1] == "0.2 (alarm above 0.1) at step 3; outside in 3 of 8 steps, 2 to 5"
-    assert words[2] == "nan at step 4; outside at step 4"
 
 
 # The page ----------------------------------------------------------------------------------------

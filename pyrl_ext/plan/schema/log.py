@@ -17,4 +17,4 @@ class Log(Section):
     profile: list[Count] = Field(default=[])
     """steps that torch's profiler traces on every rank"""
     progress: bool = True
-    """draw a progress line on the terminal"""
+    """print a line per step on stderr, above a live bar if that is a terminal"""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pyrl_ext.metrics.glossary import GLOSSARY, described, lookup
-from pyrl_ext.metrics.history import RunHistory
+from pyrl_ext.metrics.glossary import described
+from pyrl_ext.metrics.history import Columns
 
-# metric -> its steps and values
-Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
 # a chart as the page's script reads it
 Chart = dict[str, Any]
 
@@ -29,18 +27,6 @@ SHOWN_FIRST = (
     "rollout/response_len",
     "tokens_per_s",
 )
-
-
-def columns(run: RunHistory) -> Columns:
-    """Metric -> steps and values of the rows that have it, in the order of the glossary."""
-    names = {name for row in run.rows for name in row} - {"step"}
-    return {name: run.series(name) for name in sorted(names, key=_order)}
-
-
-def _order(name: str) -> tuple[int, str]:
-    metric = lookup(name)
-    place = len(GLOSSARY) if metric is None else list(GLOSSARY).index(metric.name)
-    return place, re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)
 
 
 def charts(runs: Sequence[Columns]) -> dict[str, Chart]:

@@ -1,4 +1,4 @@
-"""Alarms and events of a run: metrics outside their bands, checkpoints, lost engines, drops."""
+"""Events of a run: checkpoints, lost engines, drops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyrl_ext.metrics.glossary import described
-from pyrl_ext.tools.report.curves import Columns
 from pyrl_ext.tools.report.state import Folder, last_line
 
 # metrics that count what should be rare
@@ -30,67 +29,6 @@ COUNTED = (
     "data/truncated",
 )
 ENGINE_CHANGES = 20  # most that are listed
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A metric that was outside its band, or not finite.
-
-    Args:
-        run: number of the run.
-        level: the worst that it reached.
-        still: True if it is outside in the last step, too.
-        last: last step outside.
-        words: the alarm as a sentence without the name.
-    """
-
-    run: int
-    name: str
-    level: str
-    still: bool
-    last: int
-    words: str
-    definition: str
-
-
-def alarms(run: int, columns: Columns) -> list[Alarm]:
-    """Alarms of one run: those of the last step first, then the worst, then the newest."""
-    found = [
-        alarm
-        for name, (steps, values) in columns.items()
-        if (alarm := _alarm(run, name, steps, values)) is not None
-    ]
-    return sorted(found, key=lambda a: (not a.still, a.level, -a.last, a.name))
-
-
-def _alarm(run: int, name: str, steps: np.ndarray, values: np.ndarray) -> Alarm | None:
-    metric = described(name)
-    levels = [metric.level(value) for value in values.tolist()]
-    outside = np.flatnonzero([level != "ok" for level in levels])
-    if not len(outside):
-        return None
-    level = "alarm" if "alarm" in levels else "warn"
-    rising = metric.band is None or metric.band[1] > metric.band[0]
-    size = np.where(np.isfinite(values), values if rising else -values, np.inf)
-    worst = int(size.argmax())
-    limit = ""
-    if metric.band is not None and np.isfinite(values[worst]):
-        side = "above" if rising else "below"
-        limit = f" ({level} {side} {metric.band[level == 'alarm']:g})"
-    first = int(steps[outside[0]])
-    last = int(steps[outside[-1]])
-    where = f"at step {first}"
-    if len(outside) > 1:
-        where = f"in {len(outside):,} of {len(steps):,} steps, {first} to {last}"
-    return Alarm(
-        run=run,
-        name=name,
-        level=level,
-        still=levels[-1] != "ok",
-        last=last,
-        words=f"{values[worst]:.4g}{limit} at step {steps[worst]}; outside {where}",
-        definition=metric.definition,
-    )
 
 
 @dataclass(frozen=True)

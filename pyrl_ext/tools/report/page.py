@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from pyrl_ext.metrics.alarms import alarms
 from pyrl_ext.metrics.glossary import described
 from pyrl_ext.metrics.report import PHASES, phase_seconds
 from pyrl_ext.plan.forecast.memory import stage_memory
@@ -19,7 +20,7 @@ from pyrl_ext.plan.model.units import duration, size
 from pyrl_ext.plan.show.html.page import environment
 from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped
 from pyrl_ext.tools.report.evaluations import evaluations
-from pyrl_ext.tools.report.events import alarms, events
+from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.recorded import GAPS, Recorded, recorded
 from pyrl_ext.tools.report.state import Folder
 
@@ -43,7 +44,7 @@ def report_page(folders: Sequence[Folder]) -> str:
         title=names[0] if len(names) == 1 else f"{len(names)} runs",
         folders=folders,
         names=names,
-        alarms=[a for run, folder in enumerate(folders) for a in alarms(run, folder.columns)],
+        alarms=[(run, a) for run, folder in enumerate(folders) for a in alarms(folder.columns)],
         charts=found,
         first=[name for name in SHOWN_FIRST if name in found],
         groups=grouped([*found]),

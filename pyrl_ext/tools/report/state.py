@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyrl_ext.metrics.history import RunHistory, aim, load_run
+from pyrl_ext.metrics.history import RunHistory, aim, columns, load_run
 from pyrl_ext.parallel.atomic_write import lock_owner
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.units import count, duration
-from pyrl_ext.tools.report.curves import columns
 
 RECENT = 20  # steps whose pace gives the time left
 
