@@ -1,19 +1,57 @@
-"""The families of cases, by the name of what they measure: also that of their tests."""
+"""The families of cases, by the name of what they measure: also that of their tests.
+
+Nothing here imports torch, so that a command can refuse its arguments in a second.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.measure import Case
+if TYPE_CHECKING:
+    from benchmarks.measure import Case
 
-FILES = {
-    "cases_pack": ("gather_rows", "gather_fields", "gather_routes", "layout", "feed"),
-    "cases_ops": ("replay_probs", "swiglu", "rms_norm", "gated_delta_rule", "expert_rows"),
-    "cases_experts": ("experts",),
-    "cases_logprob": ("token_logprob",),
-    "cases_linear": ("linear_logprob",),
+
+class Family(NamedTuple):
+    """Where a family's cases are, and what they time."""
+
+    cases: str
+    text: str
+
+
+FAMILIES = {
+    "gather_rows": Family(
+        "benchmarks.cases_pack:gather_rows", "rows of a tensor by an index vector, and back"
+    ),
+    "gather_fields": Family(
+        "benchmarks.cases_pack:gather_fields", "all fields of a microbatch in one call"
+    ),
+    "gather_routes": Family(
+        "benchmarks.cases_pack:gather_routes", "routes of the engine, for the routers of a rank"
+    ),
+    "layout": Family("benchmarks.cases_pack:layout", "the index map of packed sequences"),
+    "feed": Family("benchmarks.cases_pack:feed", "samples on the host to a microbatch of a rank"),
+    "replay_probs": Family(
+        "benchmarks.cases_ops:replay_probs", "a router with replayed experts: probabilities, map"
+    ),
+    "swiglu": Family("benchmarks.cases_ops:swiglu", "the gated unit of routed experts"),
+    "rms_norm": Family("benchmarks.cases_ops:rms_norm", "RMS norm of rows"),
+    "gated_delta_rule": Family(
+        "benchmarks.cases_ops:gated_delta_rule", "gated delta nets on packed sequences"
+    ),
+    "expert_rows": Family(
+        "benchmarks.cases_ops:expert_rows", "rows sorted by expert, and their sums"
+    ),
+    "experts": Family("benchmarks.cases_experts:experts", "the experts of a layer, both passes"),
+    "token_logprob": Family(
+        "benchmarks.cases_logprob:token_logprob", "log-probs and entropies of logits"
+    ),
+    "linear_logprob": Family(
+        "benchmarks.cases_linear:linear_logprob", "log-probs and entropies of hidden states"
+    ),
 }
-FAMILIES = {name: f"benchmarks.{file}:{name}" for file, names in FILES.items() for name in names}
 
 # Timed with glibc's own malloc, as a user runs them: what they are compared with needs much memory.
 # Others write a large result, and so as not to time the page faults of that malloc keeps what is
@@ -23,7 +61,7 @@ FRESH_MEMORY = ("token_logprob", "linear_logprob")
 
 def cases_of(family: str) -> Callable[..., Iterator[Case]]:
     """``cases(device, shrink=1)``; ``shrink`` divides the sizes. Only this family is imported."""
-    return resolve_name(FAMILIES[family])
+    return resolve_name(FAMILIES[family].cases)
 
 
 # Bars on a GPU of families whose cases have none there: (first words of a case, at least, at most)

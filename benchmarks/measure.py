@@ -1,14 +1,12 @@
 """How a case is timed: repeated calls, next to copies of as many bytes and other ways to do it.
 
-The median says what to expect on this machine as it is; rates and ratios compare the fastest
-calls, which other processes disturb least. What is compared takes turns, so that a slow minute
-touches all of it.
+Every number is that of the fastest call, which other processes disturb least. What is compared
+takes turns, so that a slow minute touches all of it.
 """
 
 import ctypes
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,7 +196,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     row = {"case": case.name, **_rates(case, device), "extra MB": extra / 1e6}
     if errors:
         row["max error"] = errors["ours"]
-    fastest = row["fastest ms"] / 1e3
+    fastest = row["ms"] / 1e3
     if device == "cuda":
         row["host ms"] = host_seconds(case.run) * 1e3
     elif "2 threads" in case.at_least and (os.cpu_count() or 1) > 1:
@@ -236,8 +234,7 @@ def _rates(case: Case, device: str) -> dict[str, Any]:
             "% of floor": 100 * floor / fastest,
             "x written": fastest / written,
         }
-    times = {"median ms": statistics.median(both[0]) * 1e3, "fastest ms": fastest * 1e3}
-    return {**times, **rates}
+    return {"ms": fastest * 1e3, **rates}
 
 
 def _timed_in_turns(
@@ -289,7 +286,7 @@ def _two_threads(run: Callable[[], Any]) -> float:
 
 def _bars(case: Case, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each bar with the value found; a machine without a second core has none for two threads."""
-    found = {"ms": row["fastest ms"], "% of floor": row["% of floor"]}
+    found = {"ms": row["ms"], "% of floor": row["% of floor"]}
     found["MB beyond the result"] = row["extra MB"] - case.written / 1e6
     if "x written" in row:
         found["x written"] = row["x written"]

@@ -29,7 +29,7 @@ def _against_errors(rows: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(1 + 3 * across, 1 + 2.7 * down), dpi=150, layout="constrained")
     panels = figure.subplots(down, across, sharey=True, squeeze=False)
     for axes, row in zip(panels.T.flat if down == 2 else panels.flat, rows, strict=False):
-        ours = {"ms": row["fastest ms"], "error": row["max error"]}
+        ours = {"ms": row["ms"], "error": row["max error"]}
         for index, (name, of) in enumerate([("ours", ours), *row["baselines"].items()]):
             color = COLORS[1 + names.index(name) % (len(COLORS) - 1) if index else 0]
             axes.scatter(of["ms"], of["error"], 45, color, marker=MARKERS[index > 0], label=name)
@@ -69,7 +69,7 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Figure:
                     va="center",
                 )
     for i, row in enumerate(rows):
-        floor = row["fastest ms"] * row["% of floor"] / 100
+        floor = row["ms"] * row["% of floor"] / 100
         label = "floor: a copy of as many bytes" if i == 0 else None
         axes.plot([floor] * 2, [i - height / 2, i + 0.8], color="black", lw=1.5, label=label)
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(rows))], [r["case"] for r in rows])
@@ -83,5 +83,5 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def _ms(row: dict[str, Any], name: str) -> float:
     if name == "ours":
-        return row["fastest ms"]
+        return row["ms"]
     return row["baselines"].get(name, {"ms": 0.0})["ms"]

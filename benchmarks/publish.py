@@ -35,8 +35,8 @@ from torch import Tensor
 
 from benchmarks.configs import TINY, hf_config, write_config
 from benchmarks.measure import extra_bytes, in_turns
-from benchmarks.run import device_name
 from benchmarks.tables import show
+from benchmarks.timed_family import device_name
 from pyrl_ext.models.shards import whole_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.parallel import topology

@@ -11,7 +11,7 @@ from time import sleep
 import pytest
 import torch
 
-from benchmarks import run, step_many_ranks
+from benchmarks import run, step_many_ranks, tables
 from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
@@ -78,16 +78,45 @@ def test_same_takes_floats_to_rounding_and_integers_exactly():
 
 def test_bars_pass_and_fail_by_what_was_measured():
     row = measure(_ones(at_most={"ms": 1e4, "x written": 0}, at_least={"fill": 1e9}), "cpu")
-    assert row["GB/s"] == pytest.approx(400_000 / row["fastest ms"] / 1e6)
-    assert row["fastest ms"] <= row["median ms"]
-    lines = run.bars([row])
+    assert row["GB/s"] == pytest.approx(400_000 / row["ms"] / 1e6)
+    lines = tables.bars([row])
     assert [line.split("  ")[:2] for line in lines] == [
         ["PASS", "ms at most 10000:"],
         ["FAIL", "x written at most 0:"],
         ["FAIL", "fill at least 1e+09:"],
     ]
     assert lines[1].endswith("!") and not lines[0].endswith("!")
-    assert run.count_bars([row, row]) == "6 bars, 4 missed"
+    assert tables.count([row, row]).startswith("6 bars, 4 missed; 2 comparisons, ")
+
+
+def test_table_of_marks_a_comparison_that_we_lose():
+    """In the cell, and counted; every number is of the fastest call."""
+    row = {"case": "c", "ms": 2.0, "bars": []}
+    row["baselines"] = {"slow": {"ms": 8.0, "times": 4.0}, "fast": {"ms": 1.0, "times": 0.5}}
+    row["baselines"]["equal"] = {"ms": 2.0, "times": 1.0}
+    columns, (cells,) = tables.table_of([row])
+    assert dict(zip(columns, cells, strict=True)) == {
+        "case": "c",
+        "ms": "2",
+        "slow": "8 4x",
+        "fast": "1 0.5x*",
+        "equal": "2 1x",
+    }
+    assert tables.count([row, row]) == "0 bars, 0 missed; 6 comparisons, 2 slower than a baseline"
+
+
+def test_show_colors_ratios_on_a_terminal_alone(monkeypatch, capsys):
+    cells = ["8 x 8, 0.5x* of", "8 4x +-1e-06", "1 0.5x* +-1e-06", "1200 1200x"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    tables.show(["case", "slow", "fast", "slower"], [cells])
+    shown = capsys.readouterr().out
+    assert "8\x1b[32m 4x\x1b[0m +-1e-06" in shown
+    assert "1\x1b[31m 0.5x*\x1b[0m +-1e-06" in shown
+    assert "1200\x1b[32m 1200x\x1b[0m" in shown
+    monkeypatch.delenv("FORCE_COLOR")
+    tables.show(["case", "slow", "fast", "slower"], [cells])
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_measure_gives_floors_of_products_and_errors_of_everyone():
@@ -100,7 +129,7 @@ def test_measure_gives_floors_of_products_and_errors_of_everyone():
         error=lambda found: 1 + len(found),
     )
     row = measure(case, "cpu")
-    assert row["TFLOP/s"] == pytest.approx(2 * 64**3 / row["fastest ms"] / 1e9)
+    assert row["TFLOP/s"] == pytest.approx(2 * 64**3 / row["ms"] / 1e9)
     assert row["% of floor"] == pytest.approx(100 * row["TFLOP/s"] / row["matmul TFLOP/s"])
     assert row["max error"] == row["baselines"]["fill"]["error"] == 100_001
     assert [bar["pass"] for bar in row["bars"]] == [True, False]
@@ -202,13 +231,13 @@ def test_TRAINERS_without_parallelism_take_the_real_tokens(name):
 
 def test_table_of_and_plot_hold_every_row(tmp_path):
     row = measure(_ones(), "cpu")
-    columns, cells = run.table_of([row, {**row, "case": "again", "baselines": {}}])
+    columns, cells = tables.table_of([row, {**row, "case": "again", "baselines": {}}])
     assert columns[0] == "case"
     assert columns[-1] == "fill"
     assert [len(c) for c in cells] == [len(columns)] * 2
     assert cells[1][0] == "again"
     assert cells[1][-1] == ""
-    assert f"\n{run.markdown(columns, cells)}".count("\n| ") == 4
+    assert f"\n{tables.markdown(columns, cells)}".count("\n| ") == 4
     report = json.loads(json.dumps(dict(family="f", device="d", rows=[row])))
     plot(report, tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
@@ -223,12 +252,11 @@ def test_plot_of_errors_holds_every_case(tmp_path):
 def test_run_each_times_no_family_whose_tests_fail(monkeypatch, capfd):
     monkeypatch.setenv("PYTEST_ADDOPTS", "--maxfail=1 -k no_test_has_this_name")
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["run", "gather_routes", "--threads", "1"])
-    with pytest.raises(SystemExit, match="failed, see above: gather_routes"):
-        run.run_each(["gather_routes"])
-    shown = capfd.readouterr().out
-    assert "gather_routes: its tests fail, so it is not timed" in shown
-    assert shown.endswith("all 1 families: 0 bars, 0 missed\n")
+    assert run.run_each(["gather_routes"], ["gather_routes", "--threads", "1"]) == 1
+    shown = capfd.readouterr()
+    assert "gather_routes: its tests fail, so it is not timed" in shown.out
+    assert "all 1 families: 0 bars, 0 missed; 0 comparisons" in shown.out
+    assert shown.err.endswith("failed, see above: gather_routes\n")
 
 
 def _ones(**bars) -> Case:
