@@ -1,11 +1,15 @@
 """`pyrl`: one name for all commands."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.cases import FAMILIES
+from benchmarks.run import TABLES
+from pyrl_ext import __version__
 from pyrl_ext.cli import COMMANDS, main
 from pyrl_ext.parallel.user_code import load_function
 
@@ -62,6 +66,40 @@ def test_main_says_that_ctrl_c_stopped_it(
     assert capsys.readouterr().err == "\npyrl plan: stopped by Ctrl-C\n"
 
 
+def test_main_says_the_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pyrl_ext {__version__}\n"
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+def test_main_ends_without_a_traceback_when_nobody_reads(unbuffered: list[str]):
+    """As in `pyrl --help | head -1`: the reader closes the pipe before the command writes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = "import sys; from pyrl_ext.cli import main; sys.exit(main(['--help']))"
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, *unbuffered, "-c", script],
+            cwd=ROOT,
+            env={name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_main_raises_a_broken_pipe_that_is_not_its_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A connection to an engine, for instance."""
+    (tmp_path / "broken.py").write_text("raise BrokenPipeError('engine')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "plan", ("broken", ""))
+    with pytest.raises(BrokenPipeError, match="engine"):
+        main(["plan"])
+
+
 def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["trian"]) == 2
     assert "Did you mean train?" in capsys.readouterr().err
@@ -92,3 +130,36 @@ def test_main_imports_no_torch_to_say_whether_a_plan_holds(words: str, code: int
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code
     assert ("Did you mean steps?" in done.stderr) == bool(broken)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gater_rows"], "gater_rows: not a family of benchmarks. Did you mean gather_rows?"),
+        (["swiglu", "nothing_like_it"], "nothing_like_it: not a family of benchmarks. --list"),
+        (["swiglu", "layer"], "layer: a table, expected as the only one"),
+        ([], "no FAMILY, expected one or several. --list names them"),
+        (["swiglu", "layout", "--json", "x.json"], "--json, --plot: 2 families, expected one"),
+    ],
+)
+def test_bench_refuses_wrong_arguments_without_importing_torch(arguments: list[str], said: str):
+    """Counted, not timed: torch and megatron are the seconds that an error would take."""
+    script = (
+        "import sys; from pyrl_ext.cli import main\n"
+        f"try: main(['bench', *{arguments}])\n"
+        "except SystemExit as stopped: sys.exit(stopped.code + 100 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_bench_lists_families_and_tables_without_importing_torch():
+    script = (
+        "import sys; from pyrl_ext.cli import main; "
+        "sys.exit(main(['bench', '--list']) + 100 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert {*lines} == {*FAMILIES, *TABLES} and all(lines.values())

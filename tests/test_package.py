@@ -3,15 +3,18 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.declared import undeclared
 from tests.helpers.python_path import python_path
 
@@ -154,3 +157,63 @@ def test_C_has_emulation_for_developers_only():
     assert not kernels or {name.removesuffix("_emulated") for name in emulated} == {
         name.removesuffix("_cuda") for name in kernels
     }
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel of a copy of this tree, without the native
+    extension, which no command here needs. Dependencies are those of this process."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "__pycache__", "*.so")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-C", "wheel.cmake=false"]
+    subprocess.run([*pip, *build, "-w", str(folder), str(source)], check=True, timeout=DEADLINE)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "venv")
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    install = ["install", "--no-deps", "--no-compile", "--target", str(site), str(wheel)]
+    subprocess.run([*pip, *install], check=True, timeout=DEADLINE)
+    (site / "dependencies.pth").write_text(str(Path(yaml.__file__).parents[1]))
+    shutil.rmtree(source)
+    return folder / "venv/bin/python"
+
+
+@pytest.mark.slow
+def test_wheel_brings_configs_and_benchmarks_in_the_package_alone(installed: Path):
+    (site,) = installed.parents[1].glob("lib/python*/site-packages")
+    shipped = site / "pyrl_ext/shipped"
+    for folder in ("configs", "benchmarks"):
+        there = {f.relative_to(shipped) for f in (shipped / folder).rglob("*") if f.is_file()}
+        here = {f.relative_to(ROOT) for f in (ROOT / folder).rglob("*") if f.is_file()}
+        left_out = {f for f in here if f.suffix in (".png", ".pyc") or "results" in f.parts}
+        assert there == here - left_out and there
+    top = {path.name for path in site.iterdir() if not path.name.endswith((".pth", "_"))}
+    assert {name for name in top if "dist-info" not in name} == {"pyrl_ext", "bin"}
+
+
+@pytest.mark.slow
+def test_wheel_copies_a_config_that_plans_and_refuses_unknown_benchmarks(
+    installed: Path, tmp_path: Path
+):
+    def pyrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [installed, "-m", "pyrl_ext.cli", *arguments],
+            cwd=tmp_path,
+            env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+
+    assert "`pyrl configs --copy tiny`" in pyrl("plan", "tiny").stderr
+    assert "configs/tiny.yaml" in pyrl("configs", "--copy", "tiny").stdout.splitlines()
+    planned = pyrl("plan", "configs/tiny.yaml")
+    assert planned.returncode == 0, planned.stderr
+    assert "every field is known" in planned.stdout
+    assert "gather_rows" in pyrl("bench", "--list").stdout
+    refused = pyrl("bench", "gater_rows")
+    assert refused.returncode == 2 and "Did you mean gather_rows?" in refused.stderr
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version and pyrl("--version").stdout == f"pyrl_ext {version[1]}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, get_args
 
@@ -37,7 +38,7 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
         return written
     if (field := fields_of(*key[:-1]).get(key[-1])) is None:
         return written
-    kinds = [*field.metadata, field.annotation, *_annotations(field.annotation)]
+    kinds = _kinds(field)
     if int in kinds:
         try:
             return read_size(written, unit_of(field))
@@ -47,6 +48,24 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
     if mark := next((kind for kind in kinds if isinstance(kind, RelativePath)), None):
         return _from_main_file(source, key, written, mark)
     return written
+
+
+def texts(tree: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Every text among the values of a tree, with its key."""
+    if isinstance(tree, str):
+        yield key, tree
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from texts(value, (*key, name))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from texts(value, (*key, str(index)))
+
+
+def is_path(key: Key) -> bool:
+    """True if the text at `key` is a path that starts at the folder of the YAML file."""
+    field = fields_of(*key[:-1]).get(key[-1])
+    return field is not None and any(isinstance(kind, RelativePath) for kind in _kinds(field))
 
 
 def _from_main_file(source: Source, key: Key, path: str, mark: RelativePath) -> str:
@@ -98,6 +117,11 @@ def unit_of(field: FieldInfo) -> str | None:
     """The unit in brackets in the description of `field`."""
     found = _UNIT.search(field.description or "")
     return found[1] if found else None
+
+
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types that a field may have, and their marks."""
+    return [*field.metadata, field.annotation, *_annotations(field.annotation)]
 
 
 def _annotations(annotation: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
 from pyrl_ext.plan.language.paths import refuse_pipe
+from pyrl_ext.plan.shipped import hint
 
 _LONGEST = 4_000_000  # characters of a config
 
@@ -143,7 +144,7 @@ def _read_file(source: Source, child: Source | None = None) -> None:
         return
     except (OSError, ValueError) as error:
         reason = f"{getattr(error, 'strerror', '') or 'cannot be read'}, expected a YAML file"
-        problem = Problem(source.path, 0, reason)
+        problem = Problem(source.path, 0, reason + hint(source.path))
         if child:
             problem = child.problem(("extends",), f"{source.path}: {reason}")
         source.problems.append(problem)
