@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import threading
+import tomllib
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from pyrl_ext.cli import COMMANDS
 from pyrl_ext.loss.inputs import LossInputs
@@ -237,6 +239,24 @@ def test_docs_show_commands_that_are_run_or_say_what_they_need(page: str):
     called += [m.group(1) for x in quoted(TEXTS[page]) if (m := re.match(r"make ([a-z-]+)", x))]
     wrong += [f"make {target}" for target in called if target not in targets]
     assert not wrong, f"{page} shows {wrong}: CI cannot run them"
+
+
+def test_clusters_and_Dockerfile_pass_options_that_torchrun_and_pyrl_have():
+    """Nobody has run them: what can be checked here is that names are right."""
+    page = TEXTS["docs/clusters.md"]
+    scripts = "".join(fenced(page, "text"))
+    known = {text for action in get_args_parser()._actions for text in action.option_strings}
+    given = set(re.findall(r"torchrun(.*?)-m,? pyrl_ext", scripts, re.DOTALL))
+    options = {option for text in given for option in re.findall(r"--[a-z-]+", text)}
+    assert len(options) >= 6 and options <= known
+    for config in set(re.findall(r"configs/\w+\.yaml", scripts)):
+        hosts = "rollout.launch.hosts=[a,b]" if "async" in config else "seed=0"
+        assert compile_plan(REPOSITORY / config, [hosts, "run=/shared/runs/x"]).run
+    dockerfile = (REPOSITORY / "docs/Dockerfile").read_text("utf-8")
+    assert "Nobody has built this file" in dockerfile and "Nobody\nhas built it" in page
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", dockerfile, re.MULTILINE)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def test_docs_name_every_command_of_pyrl():
