@@ -218,6 +218,19 @@ def test_docs_from_other_trainers_have_forty_keys_of_each():
     assert len(keys) == 5 and min(keys) >= 40, keys
 
 
+def test_README_compares_without_unknown_cells_and_names_the_sources():
+    """Each row that another trainer could change has its sources in docs/from.md."""
+    table = README.split("| | pyrl_ext |")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) >= 11
+    assert all(len(row) == 7 and all(cell.strip(" ?") for cell in row) for row in rows)
+    sources = (REPOSITORY / "docs/from.md").read_text("utf-8").split("## Sources of the comp")[1]
+    named = [line.split(" | ") for line in sources.splitlines() if line.startswith("| ")][2:]
+    assert all(len(row) == 6 and all(cell.strip(" |") for cell in row) for row in named)
+    numbers = set(re.findall(r"#\d{3,}", table))
+    assert numbers <= set(re.findall(r"#\d{3,}", sources))
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_docs_name_metrics_that_exist(page: str):
     names = {name for name in quoted(TEXTS[page]) if re.fullmatch(r"[a-z]+/[\w/<>]*\w>?", name)}
