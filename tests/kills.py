@@ -32,10 +32,10 @@ from pathlib import Path
 import torch
 
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.parallel.ports import absence_at
 from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Sample
-from pyrl_ext.train.serve import healthy
 from tests.helpers.checkpoints import content
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
@@ -91,7 +91,7 @@ class Engines:
 
     def wait(self) -> None:
         end = time.monotonic() + DEADLINE
-        while not all(map(healthy, self.addresses)):
+        while any(map(absence_at, self.addresses)):
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.1)
 

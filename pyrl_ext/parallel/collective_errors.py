@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyrl_ext.parallel.waiting import Stopped
+
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The value of every rank, pickled. Communicates: over the group's CPU backend."""
@@ -45,7 +47,8 @@ def agree(
         what:   names what ``digest`` is of, for the message.
         group:  None = this process alone.
 
-    Raises: RuntimeError naming the ranks and their errors; in a single process the error itself.
+    Raises: RuntimeError naming the ranks and their errors; `Stopped` if a stop signal ended a wait
+        of one; in a single process the error itself.
     Communicates: a line of text of every rank.
     """
     if group is None:
@@ -53,14 +56,18 @@ def agree(
             raise error
         return
     failed = None if error is None else f"{type(error).__name__}: {error}"
-    states = gather_objects((failed, digest), group)
-    lines = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text is not None]
+    stop = str(error) if isinstance(error, Stopped) else None
+    states = gather_objects((failed, stop, digest), group)
+    stops = [text for _, text, _ in states if text is not None]
+    if stops:
+        raise Stopped(stops[0]) from error
+    lines = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(states) if text is not None]
     if lines:
         raise RuntimeError(
             f"{call}: {len(lines)} of {len(states)} ranks failed, expected none\n  "
             + "\n  ".join(lines)
         ) from error
-    other = [rank for rank, (_, sent) in enumerate(states) if sent != states[0][1]]
+    other = [rank for rank, (_, _, sent) in enumerate(states) if sent != states[0][2]]
     if other:
         raise RuntimeError(
             f"{call}: ranks {other} got other {what} than rank 0, expected the same on every rank"

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.external_groups import own_address
 from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.parallel.waiting import stop_waits
 
 INTERVAL = 1.0  # seconds between two heartbeats; the numbers below count intervals
 SILENT = 20  # without a heartbeat, then a rank counts as dead; torchrun kills the rest after 30 s
@@ -151,10 +152,12 @@ class Heartbeat:
         self._monitor_thread.start()
         self._on_sigterm = signal.signal(signal.SIGTERM, self._note)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        """torchrun ends the other ranks when one dies: find out which before this one ends."""
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """torchrun ends the other ranks when one dies: find out which before this one ends, unless
+        it waits."""
         self._suspects = True
         self._terminated = True
+        stop_waits(number)
 
     def _send(self, serial: int) -> None:
         self._store.set(str(self.rank), json.dumps((serial, self.place)))

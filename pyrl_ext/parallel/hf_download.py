@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.topology import Topology, launched
+from pyrl_ext.parallel.waiting import NotYet, announced, say_nothing, say_on_stderr, wait_for
 from pyrl_ext.plan import Plan
 
 TOKENIZER_FILES = (
@@ -28,7 +28,6 @@ FILES = {
     "tokenizer": ["config.json", *TOKENIZER_FILES],
     "weights": ["*.safetensors", "*.json"],
 }
-FOREVER = timedelta(days=30)  # a collective would give up after the process group's timeout
 
 
 def fetch(plan: Plan, topo: Topology) -> Plan:
@@ -45,12 +44,19 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
         return plan
     first = topo.rank - launched("LOCAL_RANK", 0)
     nodes = gather_objects((first, uuid.uuid4().hex), topo.world)
-    keys = {rank: f"hub/{nodes[0][1]}/{rank}" for rank, _ in nodes}
+    keys = {rank: f"hub/{nodes[0][1]}/{rank}" for rank in sorted({rank for rank, _ in nodes})}
     store = _get_default_store()
     if topo.rank == first:
         answer = _download(wanted, shown=topo.is_main and plan.log.progress)
         store.set(keys[first], json.dumps(answer))
-    store.wait([*keys.values()], FOREVER)
+
+    def look() -> None:
+        if not store.check([*keys.values()]):
+            raise NotYet("at least one is not done")
+
+    # not in a collective, which gives up after the process group's timeout
+    where = f"local rank 0 of each of {len(keys)} nodes, which download from the hub"
+    wait_for(where, look, say=say_on_stderr if topo.rank == first else say_nothing)
     answers = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
     failed = [f"rank {rank}: {a['problem']}" for rank, a in answers.items() if "problem" in a]
     if failed:
@@ -60,7 +66,7 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
 
 def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
     """Hub id -> folder, or {"problem": reason}."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not shown:
@@ -69,8 +75,12 @@ def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
     for name in dict.fromkeys(wanted.values()):
         keys = [key for key in wanted if wanted[key] == name]
         patterns = [pattern for key in keys for pattern in FILES[key]]
+        advice = "HF_HUB_OFFLINE=1 reads the hub's cache alone"
         try:
-            folders[name] = snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*")
+            with announced(f"{name} from {constants.ENDPOINT}", None, advice, signals_kill=True):
+                folders[name] = snapshot_download(
+                    name, allow_patterns=patterns, ignore_patterns="*/*"
+                )
         except Exception as error:  # also what its network library raises
             return {"problem": f"model.{' and '.join(keys)}: {name}: {_reason(error)}"}
     return folders

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.parallel.shared_memory import host_key
+from pyrl_ext.parallel.waiting import announced, say_nothing, say_on_stderr
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import dynamic_cp_groups, groups_of
 from pyrl_ext.plan.model.ranks import Grid
@@ -193,7 +194,12 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1:
-        dist.init_process_group(backend, timeout=timeout)
+        store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        what = f"all {world_size} ranks at {store}, the store of the rendezvous"
+        advice = "Each node needs the same address, and the command of its ranks"
+        say = say_nothing if launched("LOCAL_RANK", 0) else say_on_stderr
+        with announced(what, timeout.total_seconds(), advice, say, signals_kill=True):
+            dist.init_process_group(backend, timeout=timeout)
     else:  # alone: no port, no rendezvous
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pyrl_ext.data.prompt_dataset import PromptDataset, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.tensors import dtype_of, on_gpu
+from pyrl_ext.parallel.waiting import announced
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import Engine
@@ -40,7 +41,9 @@ def build_engine(
     if number is None:
         return IdleEngine(routes=bool(plan.router_layers), images=bool(plan.modules))
     if transport == "inprocess":
-        return build_in_this_process(plan, device)
+        what = f"the {plan.rollout.engine} engine to start in this process"
+        with announced(what, signals_kill=True):
+            return build_in_this_process(plan, device)
     return ProcessEngine(
         build_in_process,
         (plan,),

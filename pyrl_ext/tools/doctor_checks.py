@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
+from pyrl_ext.parallel.ports import absence_at, process_on
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import trained_of_stage
@@ -24,7 +20,6 @@ from pyrl_ext.tools.doctor import Facts, Feature, disk_of
 SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there
 FILES = 512  # assumed open files of a process, engines and shards included
 FILES_OF_RANK = 8  # assumed for each rank that it is connected to
-ANSWER = 3.0  # limit of a server's answer [s]
 RENDEZVOUS = 29500  # torchrun's default port
 
 
@@ -179,43 +174,12 @@ def _rendezvous() -> Check:
 
 def _engine(address: str, source: str) -> Check:
     name = f"engine {address}"
+    absence = absence_at(address)
+    if absence is None:
+        return Check(name, "answers")
     url = urlsplit(address)
-    host = url.hostname or ""
-    port = url.port or 0
-    connection = HTTPConnection(host, port, timeout=ANSWER)
-    try:
-        connection.request("GET", "/health")  # needs no key
-        status = connection.getresponse().status
-        if status == 200:
-            return Check(name, "answers")
-        reason = f"/health answers {status}"
-    except HTTPException as error:
-        reason = f"/health has no HTTP answer ({error!r})"
-    except OSError as error:
-        reason = f"{error}"
-    finally:
-        connection.close()
+    process = None if absence.is_taken else process_on(url.hostname or "", url.port or 80)
+    held = f"; port {url.port} is held by {process}" if process else ""
     advice = f"expected an engine. Start it with: pyrl serve {source}"
-    process = process_on(host, port)
-    if process is None:
-        return Check(name, "no answer", f"{reason}, {advice}")
-    result = f"held by {process}"
-    return Check(name, result, f"{reason}; port {port} is {result}, {advice}")
-
-
-def process_on(host: str, port: int) -> str | None:
-    """The process that holds a port; None: the port is free, or of another machine."""
-    try:
-        with socket.create_server((host, port)):
-            return None
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return None
-    try:
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid:
-                return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
-    except psutil.Error:  # it ended meanwhile, or belongs to another user
-        pass
-    return "a process that does not listen, or that this user cannot see"
+    result = "another program" if absence.is_taken else "no answer"
+    return Check(name, result, f"{absence.reason}{held}, {advice}")

@@ -11,6 +11,7 @@ from pyrl_ext.megatron import checkpoint
 from pyrl_ext.parallel.atomic_write import FolderError, write_text
 from pyrl_ext.parallel.topology import launched
 from pyrl_ext.parallel.user_code import printable
+from pyrl_ext.parallel.waiting import Stopped
 
 EXPECTED = (ValueError, OSError, RuntimeError, FloatingPointError)  # their messages say it all
 _SHOWN = 4000  # characters of a message on the terminal
@@ -42,6 +43,13 @@ def report_failure(run: Path, error: BaseException) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def report_stop(run: Path) -> None:
-    """Print that a second Ctrl-C ended the run, and how it goes on."""
-    print(f"stopped at once; {checkpoint.how_to_resume(run / 'checkpoints')}", flush=True)
+def report_stop(run: Path, stop: BaseException) -> None:
+    """Print that a second Ctrl-C, or a signal during a wait, ended the run, and how it goes on.
+
+    The main rank prints it: a stop during a wait ends all ranks.
+    """
+    if isinstance(stop, Stopped) and launched("RANK", 0):
+        return
+    why = f" by {stop}" if isinstance(stop, Stopped) else ""
+    how = checkpoint.how_to_resume(run / "checkpoints")
+    print(f"stopped at once{why}; {how}", flush=True)

@@ -11,9 +11,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.parallel.topology import launched
+from pyrl_ext.parallel.waiting import stop_waits
+
 
 class Interrupt:
-    """Ctrl-C asks for a stop after the running step; a second Ctrl-C stops at once.
+    """Ctrl-C asks for a stop after the running step; a second Ctrl-C stops at once. In a wait
+    (`parallel/waiting.py`) the first one stops at once.
 
     Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: signals within
     ``SAME`` seconds count as one. SIGTERM is treated as Ctrl-C.
@@ -24,13 +28,15 @@ class Interrupt:
     def __init__(self) -> None:
         self.asked_at: float | None = None
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.asked_at is not None:
             if now - self.asked_at > self.SAME:
                 raise KeyboardInterrupt
             return
         self.asked_at = now
+        if stop_waits(number) or launched("RANK", 0):
+            return
         print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
 
     @contextmanager

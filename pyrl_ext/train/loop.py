@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +20,7 @@ from pyrl_ext.parallel.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.parallel.waiting import Stopped
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.train.failure import report_failure, report_stop
 from pyrl_ext.train.folder import RunFolder
@@ -131,8 +133,9 @@ def start(plan: Plan) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        report_stop(run)
+    except (KeyboardInterrupt, Stopped) as stop:
+        report_stop(run, stop)
+        gc.freeze()  # the last collection of what was imported takes a second
         return STOPPED
     except BaseException as error:  # SystemExit of user code too: an unfinished run is no success
         report_failure(run, error)

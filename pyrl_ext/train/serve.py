@@ -6,19 +6,19 @@ answers is started again; it joins when the trainer next publishes.
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from pyrl_ext.parallel.ports import absence_at, process_on
+from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.plan.command import parse_plan, plan_parser
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
 PATIENCE = 10.0  # for an engine to exit [s]
 TRIES = 3  # starts in a row that may fail
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
 
 
 class Watched:
@@ -61,15 +60,18 @@ class Watched:
             )
         self.answered = False
         self.silent = 0
+        self.wait = Wait(f"{self.command.address} to answer", None, f"It logs to {self.log}", say)
 
     def look(self) -> None:
         """Start it again if it ended or answers no more.
 
-        Raises: RuntimeError when it ended before it answered, `TRIES` times in a row.
+        Raises: RuntimeError when it ended before it answered, `TRIES` times in a row, or once if
+            another process has its port.
         """
         status = self.process.poll()
         address = self.command.address
-        if status is None and healthy(address):
+        absence = absence_at(address, PATIENCE) if status is None else None
+        if status is None and absence is None:
             if not self.answered:
                 say(f"{address} answers")
             self.answered = True
@@ -78,10 +80,14 @@ class Watched:
             return
         self.silent += self.answered
         if status is None and self.silent < SILENT:
+            if absence is not None and not self.answered:
+                self.wait.goes_on(absence.reason)
             return
         why = f"ended with status {status}" if status is not None else "no longer answers"
         self.end(signal.SIGKILL)
         self.failed += not self.answered
+        if not self.answered:
+            require_free(address)
         if self.failed >= TRIES:
             raise RuntimeError(
                 f"{address} {why} before it answered, {TRIES} times, expected it to serve. "
@@ -103,13 +109,16 @@ class Watched:
         self.process.wait()
 
 
-def healthy(address: str) -> bool:
-    """True if a server reports that it is healthy."""
-    try:
-        with DIRECT.open(address + "/health", timeout=PATIENCE) as reply:
-            return reply.status == 200
-    except (OSError, http.client.HTTPException):  # or what is no HTTP
-        return False
+def require_free(address: str) -> None:
+    """Raises: RuntimeError naming the process that holds the port of an engine to be started."""
+    url = urlsplit(address)
+    holder = process_on(url.hostname or "", url.port or 80)
+    if holder is not None:
+        raise RuntimeError(
+            f"serve: port {url.port} is held by {holder}, expected it to be free for the engine "
+            f"{address}. End that process, or choose another port in rollout.servers or "
+            "rollout.launch"
+        )
 
 
 def say(text: str) -> None:
@@ -119,16 +128,12 @@ def say(text: str) -> None:
 def watch(commands: Sequence[Command], logs: Path) -> None:
     """Keep the engines running until SIGTERM or SIGINT, which raise SystemExit here.
 
-    Raises: RuntimeError when another engine has an address, or as `Watched.look`.
+    Raises: RuntimeError when a process holds the port of an engine, or as `Watched.look`.
     """
     engines: list[Watched] = []
     try:
         for command in commands:
-            if healthy(command.address):  # or the other would be taken for this one
-                raise RuntimeError(
-                    f"serve: {command.address} answers already, expected no engine there. Stop "
-                    "the process that has the port, or choose another"
-                )
+            require_free(command.address)
             log = logs / f"engine-{urlsplit(command.address).port}.log"
             engines.append(Watched(command, log))
             say(f"{command.address} is started; log in {log}")

@@ -218,14 +218,14 @@ def test_checks_name_who_holds_a_port(here: Facts, monkeypatch: pytest.MonkeyPat
         mute = silent.getsockname()[1]
         servers = [f"http://127.0.0.1:{port}" for port in (taken, mute)]
         plan = tiny_plan("parallel.dp=2", f"rollout.servers=[{', '.join(servers)}]")
-        me = f"pid {os.getpid()} ({psutil.Process().name()})"
+        me = f"{psutil.Process().name()} (pid {os.getpid()})"
         monkeypatch.setenv("MASTER_PORT", str(taken))
         held = problems(plan, here)
         other.shutdown()
     wanted = f"{taken} is held by {me}, expected a free one. Change MASTER_PORT"
     assert held["rendezvous port"] == wanted
     assert held[f"engine {servers[0]}"].startswith(
-        f"/health answers 404; port {taken} is held by {me}, expected an engine"
+        f"/health answers 404: another program, no engine; port {taken} is held by {me}, expected"
     )
     unseen = f"port {mute} is held by a process that does not listen"
     assert unseen in held[f"engine {servers[1]}"]

@@ -10,15 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pyrl_ext.rollout.remote.commands import Command, commands_of
 from pyrl_ext.train import serve
 from tests.helpers.guarded import key_folder
-from tests.helpers.http_engine import HttpEngine
 from tests.helpers.tiny import CONFIG, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
@@ -93,12 +92,15 @@ def test_serve_needs_remote_engines(capsys: pytest.CaptureFixture[str]):
     assert "Set rollout.servers=[http://localhost:8000]" in capsys.readouterr().err
 
 
-def test_serve_starts_no_engine_where_another_answers(
+def test_serve_names_the_process_that_holds_a_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    with HttpEngine() as other:
-        assert serve.main([str(CONFIG), f"rollout.servers=[{other.address}]", f"run={tmp_path}"])
-    assert f"{other.address} answers already, expected no engine" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        servers = f"rollout.servers=[http://127.0.0.1:{port}]"
+        assert serve.main([str(CONFIG), servers, f"run={tmp_path}"]) == 1
+    me = f"{psutil.Process().name()} (pid {os.getpid()})"
+    assert f"serve: port {port} is held by {me}, expected" in capsys.readouterr().err
     assert not [*tmp_path.glob("engine-*.log")]
 
 
@@ -128,37 +130,31 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     assert not re.search("[gc]{32}", str(command))
 
 
-def test_healthy_asks_the_engine_itself_and_no_proxy(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    with HttpEngine() as engine:
-        assert serve.healthy(engine.address)
-
-
-def test_healthy_is_false_for_what_is_no_http():
-    def shout() -> None:
-        connection, _ = listening.accept()
-        with connection:
-            connection.recv(10)
-            connection.sendall(b"220 mail ready\r\n\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=shout, daemon=True)
-        thread.start()
-        assert not serve.healthy(f"http://127.0.0.1:{listening.getsockname()[1]}")
-        thread.join()
+def failing_engine(folder: Path) -> serve.Watched:
+    """An engine whose process ends with status 1 as soon as it starts."""
+    command = Command(f"http://127.0.0.1:{free_port()}", ("false",), {})
+    return serve.Watched(command, folder / "log")
 
 
 def test_serve_gives_up_on_an_engine_that_never_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    address = f"http://127.0.0.1:{free_port()}"
-    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
-        engine = serve.Watched(Command(address, ("false",), {}), tmp_path / "log")
-        for _ in range(serve.TRIES - 1):
-            engine.process.wait()
-            engine.look()
+    engine = failing_engine(tmp_path)
+    for _ in range(serve.TRIES - 1):
         engine.process.wait()
-        with pytest.raises(RuntimeError, match="ended with status 1 before it answered, 3 times"):
-            engine.look()
+        engine.look()
+    engine.process.wait()
+    with pytest.raises(RuntimeError, match="ended with status 1 before it answered, 3 times"):
+        engine.look()
     assert capsys.readouterr().out.count("it is started again") == serve.TRIES - 1
+
+
+def test_serve_starts_no_engine_again_whose_port_was_taken(tmp_path: Path):
+    engine = failing_engine(tmp_path)
+    engine.process.wait()
+    port = int(engine.command.address.rpartition(":")[2])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(RuntimeError, match=rf"port {port} is held by .* \(pid {os.getpid()}\)"),
+    ):
+        engine.look()

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pyrl_ext.parallel.waiting import announced
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
 from pyrl_ext.rollout.process.sender import Kind, Readable, ReaderLost, Sender, recv, send
 from pyrl_ext.rollout.process.server import Build, Call, Failure, NextTurns, Result, Stop, unpack
@@ -81,7 +82,8 @@ class ProcessEngine(Engine):
     def capabilities(self) -> Capabilities:
         """The engine's; waits until it is built."""
         if self._capabilities is None:
-            capabilities = self._result("start")
+            with announced(f"{self._name} to start", advice=f"It logs to {self.log}"):
+                capabilities = self._result("start")
             assert isinstance(capabilities, Capabilities)
             self._capabilities = capabilities
         return self._capabilities

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -51,7 +52,7 @@ class ServersEngine(Engine):
         min_servers: the run stops when fewer are left
         patience: time for the first servers to answer [s]
         group: of all ranks with such an engine; None: this process alone
-        keep, thread_group: as for `WeightSync`
+        keep, thread_group, advice: as for `WeightSync`
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ServersEngine(Engine):
         group: dist.ProcessGroup | None = None,
         keep: KeptBuckets | None = None,
         thread_group: dist.ProcessGroup | None = None,
+        advice: str = "",
     ):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.model = model
@@ -82,7 +84,7 @@ class ServersEngine(Engine):
         name = f"rank {self.rank}"
         self.router = Router(servers, limit, min_servers, model.check, name)
         self.sync = WeightSync(
-            self.router, publish, self._counts, patience, group, keep, thread_group
+            self.router, publish, self._counts, patience, group, keep, thread_group, advice
         )
         run = self.loop.run_forever
         self._thread = threading.Thread(target=run, name="servers", daemon=True)
@@ -347,4 +349,13 @@ def build_servers_engine(
         group=group,
         keep=KeptBuckets(rollout.bucket_bytes, device) if background else None,
         thread_group=thread_group,
+        advice=how_to_start(plan),
     )
+
+
+def how_to_start(plan: Plan) -> str:
+    """How the servers of a plan are started, as a sentence."""
+    command = ["pyrl", "serve", plan.source]
+    if plan.rollout.servers:  # they may be named on the command line only
+        command.append(f"rollout.servers=[{','.join(plan.rollout.servers)}]")
+    return f"Start them with: {shlex.join(command)}"

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from pyrl_ext.parallel.ports import HEALTH as HEALTH
 from pyrl_ext.samples import Sampling
 
 GENERATE = "/inference/v1/generate"
@@ -25,7 +26,6 @@ FINISH = "/finish_weight_update"
 WEIGHT_INFO = "/weight_info"
 RESET = "/reset_prefix_cache"
 RPC = "/collective_rpc"
-HEALTH = "/health"
 METRICS = "/metrics"
 
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}  # rollout.pause -> /pause?mode=

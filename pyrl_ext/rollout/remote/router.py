@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pyrl_ext.parallel.ports import Absence
+from pyrl_ext.parallel.waiting import NotYet
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, ProtocolError, Request
 
 PROBE_S = 2.0  # between two questions to a server that is not used
+SHOWN = 8  # servers that a line names
 
 Check = Callable[[Request, Answer], None]
 
@@ -36,13 +39,22 @@ class ServerState:
     Attributes:
         used: it has the weights, and gets requests
         there: it answered when it was asked last
+        absence: why it did not; None: it did, or was not asked yet
         load: number of requests that it has
     """
 
     server: Server
     used: bool = False
     there: bool = False
+    absence: Absence | None = None
     load: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why it is not used, with its address."""
+        if self.server.reason:
+            return self.server.reason
+        return f"{self.server.address}: {self.absence.reason if self.absence else 'not used'}"
 
 
 class Router:
@@ -81,6 +93,7 @@ class Router:
         self._bound: dict[Hashable, ServerState] = {}
         self._waiting: deque[tuple[Hashable, asyncio.Future[ServerState]]] = deque()
         self._probe: asyncio.Task[None] | None = None
+        self._probed_all = False  # once
 
     # requests ----------------------------------------------------------------------------------
 
@@ -212,11 +225,7 @@ class Router:
 
     def too_few(self) -> str:
         """The message that servers are missing, and why each of them is."""
-        lines = [
-            f"\n  {state.server.reason or f'{state.server.address}: does not answer'}"
-            for state in self.states
-            if not state.used
-        ]
+        lines = [f"\n  {state.reason}" for state in self.states if not state.used]
         used = len(self.states) - len(lines)
         return (
             f"rollout.min_servers: {used} of {len(self.states)} servers are left, expected at "
@@ -261,35 +270,42 @@ class Router:
             self.stop(RuntimeError(self.too_few()))
         self._pump()
 
-    async def ready(self, patience: float) -> list[ServerState]:
-        """The servers that take part in the next publish, as soon as there are enough.
+    async def look(self) -> list[ServerState]:
+        """The servers that take part in the next publish, if there are enough.
 
-        Raises: RuntimeError when there are too few of them for ``patience`` [s].
+        Raises: NotYet with the reason of each server when there are too few for the first publish;
+            RuntimeError when there are too few for a later one.
         """
         if self._probe is None:
-            await self._probed()
             self._probe = asyncio.get_running_loop().create_task(self._probing())
-        end = asyncio.get_running_loop().time() + (patience if self.version is None else 0.0)
-        while True:
-            if self._broken is not None:
-                raise self._broken
-            present = [state for state in self.states if state.used or state.there]
-            if len(present) >= self.least:
-                return present
-            if asyncio.get_running_loop().time() > end:
-                raise RuntimeError(self.too_few())
-            await asyncio.sleep(PROBE_S / 4)
+        if self._broken is not None:
+            raise self._broken
+        if not self._probed_all:
+            raise NotYet("asked, without an answer so far")
+        present = [state for state in self.states if state.used or state.there]
+        if len(present) >= self.least:
+            return present
+        if self.version is not None:
+            raise RuntimeError(self.too_few())
+        absent = [state for state in self.states if state not in present]
+        reasons = [state.reason for state in absent[:SHOWN]]
+        if len(absent) > SHOWN:
+            reasons.append(f"and {len(absent) - SHOWN} more")
+        is_taken = any(state.absence is not None and state.absence.is_taken for state in absent)
+        raise NotYet("; ".join(reasons), at_once=is_taken)
 
     async def _probing(self) -> None:
         while True:
+            await self._probe_unused()
+            self._probed_all = True
             await asyncio.sleep(PROBE_S)
-            await self._probed()
 
-    async def _probed(self) -> None:
+    async def _probe_unused(self) -> None:
         unused = [state for state in self.states if not state.used]
-        answers = await asyncio.gather(*(state.server.healthy() for state in unused))
-        for state, there in zip(unused, answers, strict=True):
-            state.there = there
+        absences = await asyncio.gather(*(state.server.absence() for state in unused))
+        for state, absence in zip(unused, absences, strict=True):
+            state.absence = absence
+            state.there = absence is None
 
     async def close(self) -> None:
         """Close all connections."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyrl_ext.parallel.buckets import KeptBuckets, Named, names_here
 from pyrl_ext.parallel.collective_errors import agree, agreeing, gather_objects
+from pyrl_ext.parallel.waiting import wait_for
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.broadcast import BROKEN
@@ -365,6 +366,7 @@ class WeightSync:
         group: of all ranks; None: this process alone
         keep: publishes run in a thread, from a copy of what this rank sends; None: they do not
         thread_group: of all ranks, for that thread alone; None: this process alone
+        advice: how to start servers, as a sentence
 
     Attributes:
         metrics: of the last publish, and of the requests between the last two
@@ -379,11 +381,13 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         keep: KeptBuckets | None = None,
         thread_group: dist.ProcessGroup | None = None,
+        advice: str = "",
     ):
         self.router = router
         self.publish = publish
         self.counts = counts
         self.patience = patience
+        self.advice = advice
         self.group = group
         self.metrics: dict[str, float] = {}
         self._keep = keep
@@ -489,10 +493,7 @@ class WeightSync:
                     require_weights(where, self._version, "only some are sent")
                 for reasons in reports[1:]:
                     self._run(self._take_out, reasons)
-                ready = self.router.ready(self.patience)
-                states: list[ServerState] = asyncio.run_coroutine_threadsafe(
-                    ready, self.publish.loop
-                ).result()
+                states = self._wait_for_servers()
                 servers = [state.server for state in states if only is None or state.used]
         failed = self.publish(servers, named, version, only, group)
         results = {server.address: failed.get(server.address) for server in servers}
@@ -501,6 +502,18 @@ class WeightSync:
         numbers = self._run(self._release, version, tried)
         self._count(gather_objects(numbers, group))
         self.metrics["publish/seconds"] = time.monotonic() - begin
+
+    def _wait_for_servers(self) -> list[ServerState]:
+        """The servers that take part in the publish. The first publish waits for them."""
+        router = self.router
+        loop = self.publish.loop
+
+        def look() -> list[ServerState]:
+            return asyncio.run_coroutine_threadsafe(router.look(), loop).result()
+
+        number = len(router.states)
+        what = "the remote engine" if number == 1 else f"{router.least} of {number} remote engines"
+        return wait_for(what, look, self.patience, self.advice)
 
     def _run[T](self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function in the thread of the servers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,7 +54,7 @@ async def test_generate_keeps_the_tokens_of_a_server_that_dies():
         engine.dies = 5
         with pytest.raises(ServerFailed, match="ended after 5 tokens"):
             await server.generate(request, part)
-        assert await server.healthy() is False
+        assert await server.absence() is not None
     assert part.token_ids == tokens_of(request)[:5] and len(part.logprobs) == 5
 
 
@@ -69,7 +70,7 @@ async def test_generate_gives_up_a_server_that_hangs(after: int):
         assert len(part.token_ids) == after and server.failure is not None
         with pytest.raises(ServerFailed, match="no token for"):
             await server.generate(request_of(2), Partial(request_of(2)))
-        assert await server.healthy()
+        assert await server.absence() is None
 
 
 async def test_generate_waits_longer_for_a_server_that_generates_for_others():
@@ -158,7 +159,9 @@ async def test_generate_refuses_no_http():
     server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
     with pytest.raises(ServerFailed):
         await server.generate(request_of(1), Partial(request_of(1)))
-    assert not await server.healthy()
+    absence = await server.absence()
+    assert absence is not None and absence.is_taken
+    assert "no HTTP answer" in absence.reason and f"(pid {os.getpid()})" in absence.reason
     await server.close()
     listening.close()
 

@@ -1,0 +1,96 @@
+"""Who answers at an address, and which process holds a port of this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from urllib.parse import urlsplit
+
+import psutil
+
+HEALTH = "/health"  # needs no key
+ANSWER_S = 5.0  # limit of an answer
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why no engine answers at an address.
+
+    Args:
+        reason: with the holder of the port, if that is a process of this machine
+        is_taken: another program answers there
+    """
+
+    reason: str
+    is_taken: bool = False
+
+
+def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
+    """Why no engine answers at http://host:port; None: one does. Proxies are not used."""
+    url = urlsplit(address)
+    connection = HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout)
+    try:
+        connection.request("GET", HEALTH)
+        reply = connection.getresponse()
+        return absence_of_status(address, reply.status, reply.read(1))
+    except HTTPException:
+        return absence_of_text(address)
+    except OSError as error:
+        return Absence(reason_of(error))
+    finally:
+        connection.close()
+
+
+def absence_of_status(address: str, status: int, body: bytes) -> Absence | None:
+    """What an answer on /health says. Engines answer 200 and no body, or 503 if they fail."""
+    if status == 200 and not body:
+        return None
+    if status >= 500:
+        return Absence(f"{HEALTH} answers {status}")
+    text = " with a text" if status == 200 else ""
+    return _taken(address, f"{HEALTH} answers {status}{text}: another program, no engine")
+
+
+def absence_of_text(address: str) -> Absence:
+    """What an answer says that is not HTTP."""
+    return _taken(address, f"{HEALTH} has no HTTP answer: another program, no engine")
+
+
+def reason_of(error: OSError) -> str:
+    """Why there is no connection, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror}".lower()
+    return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def _taken(address: str, reason: str) -> Absence:
+    url = urlsplit(address)
+    holder = process_on(url.hostname or "", url.port or 80)
+    held = f"; port {url.port} is held by {holder}" if holder else ""
+    return Absence(reason + held, is_taken=True)
+
+
+def process_on(host: str, port: int) -> str | None:
+    """``name (pid P)`` of the process that holds a port; None: it is free, or not this machine's.
+
+    A port that is free is taken for a moment: do not call this while a server starts there.
+    """
+    try:
+        with socket.create_server((host, port)):
+            return None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return None
+    try:
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except psutil.Error:  # it ended meanwhile, or belongs to another user
+        pass
+    return "a process that does not listen, or that this user cannot see"
