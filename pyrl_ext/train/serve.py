@@ -145,7 +145,7 @@ def watch(commands: Sequence[Command], logs: Path) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         for engine in engines:
-            engine.end(signal.SIGTERM)
+            engine.end(signal.SIGTERM if engine.answered else signal.SIGKILL)
         for engine in engines:
             engine.close()
 
