@@ -19,7 +19,7 @@ from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
 from pyrl_ext.data.workers import Pool
-from pyrl_ext.parallel.topology import launched
+from pyrl_ext.parallel.launch import launched
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.task_options import PICTURES
 from pyrl_ext.samples import Prompt, Sample

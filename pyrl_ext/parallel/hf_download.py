@@ -8,7 +8,8 @@ import uuid
 from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
 from pyrl_ext.parallel.collective_errors import gather_objects
-from pyrl_ext.parallel.topology import Topology, launched
+from pyrl_ext.parallel.launch import launched
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.waiting import NotYet, announced, say_nothing, say_on_stderr, wait_for
 from pyrl_ext.plan import Plan
 

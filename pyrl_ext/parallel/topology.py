@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.groups import GroupMaker, adopt, disown, make_groups
+from pyrl_ext.parallel.launch import launched
 from pyrl_ext.parallel.shared_memory import host_key
 from pyrl_ext.parallel.waiting import announced, say_nothing, say_on_stderr
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import dynamic_cp_groups, groups_of
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.ranks import ranks_problem
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
@@ -176,22 +178,10 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", launched("LOCAL_RANK", 0))
 
 
-def launched(name: str, default: int) -> int:
-    """The integer that torchrun put into the environment variable ``name``, or ``default``."""
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"topology: {name}={text!r}, expected a number. Unset it, or use torchrun")
-    return int(text)
-
-
-def _start_processes(device: torch.device, world_size: int, timeout: timedelta) -> None:
-    processes = launched("WORLD_SIZE", 1)
-    if processes != world_size:
-        raise RuntimeError(
-            f"topology: the plan needs {world_size} processes (dp*tp*pp*cp), this run has "
-            f"{processes}. Start it with torchrun --nproc-per-node {world_size} -m and the module: "
-            "pyrl_ext.train or pyrl_ext.tools.export"
-        )
+def _start_processes(device: torch.device, plan: Plan, timeout: timedelta) -> None:
+    world_size = plan.world_size
+    if problem := ranks_problem(plan, launched("WORLD_SIZE", 1)):
+        raise RuntimeError(f"topology: {problem}")
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1:
         store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -228,7 +218,7 @@ def start(
         torch.get_device_module(device).set_device(device)
     ours = not dist.is_initialized()
     if ours:
-        _start_processes(device, plan.world_size, timeout)
+        _start_processes(device, plan, timeout)
     else:
         gc.collect()  # a model of an earlier topology holds its groups in reference cycles
     hosts, number = _meet()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import compile_plan
-from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.language.errors import ConfigError, Problem
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.ranks import ranks_problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="processes, if dp is left out")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
@@ -41,13 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _count(text: str) -> int:
+    """`text` as a number of processes. Raises `ArgumentTypeError` where it is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
 def _answer(options: argparse.Namespace) -> int:
     """Do what the options ask for; the exit code."""
     if options.suggest is not None:
         from pyrl_ext.plan.show.suggestions import print_suggestions
 
         return print_suggestions(options.config, options.overrides, options.suggest)
-    plan = compile_plan(options.config, options.overrides)
+    plan = compile_plan(options.config, options.overrides, options.ranks)
+    if options.ranks is not None and (problem := ranks_problem(plan, options.ranks)):
+        raise ConfigError([Problem(f"command line: --ranks {options.ranks}", 0, problem)])
     if not _write_page(options.html, plan):
         return 2
     if options.json:

@@ -27,12 +27,16 @@ def plan_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse_plan(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, ranks: int | None = None
 ) -> tuple[argparse.Namespace, Plan | None]:
-    """The options and the compiled plan; None if it does not hold, after printing why."""
+    """The options and the compiled plan; None if it does not hold, after printing why.
+
+    Args:
+        ranks: number of processes of the run; None: unknown
+    """
     options = parser.parse_intermixed_args(arguments)
     try:
-        plan = compile_plan(options.config, options.overrides)
+        plan = compile_plan(options.config, options.overrides, ranks)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return options, None

@@ -19,22 +19,26 @@ from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.plan import PartialPlan, Plan
+from pyrl_ext.plan.ranks import fill_dp, leaves_out_dp
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.schema.objective import presets, with_preset
 
 
-def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Plan:
     """The checked, frozen plan of a YAML file.
 
     Args:
         path: the YAML file; relative paths in it start at its folder
         overrides: `section.key=value`, the value read as YAML
+        ranks: number of processes, which a parallel.dp that is left out follows from; None: it is 1
 
     Raises:
         ConfigError: with every problem of the file and the overrides, one a line
     """
     source = load(path, overrides)
     draft = draft_of(source)
+    if leaves_out_dp(source):
+        draft = fill_dp(source, draft, ranks)
     refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
@@ -91,6 +95,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     if not source.complete:
         raise ConfigError(source.problems)
     resolve(source)
+    _leave_out_null_dp(source.tree)
     if isinstance(section := source.tree.get("objective"), dict):
         try:
             source.tree["objective"] = merged = with_preset(section)
@@ -104,6 +109,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         except ValueError as error:
             source.fail(("objective", "preset"), str(error))
     return source
+
+
+def _leave_out_null_dp(tree: dict[str, Any]) -> None:
+    """`parallel: {dp: null}` leaves out what a parent sets."""
+    section = tree.get("parallel")
+    if isinstance(section, dict) and "dp" in section and section["dp"] is None:
+        del section["dp"]
 
 
 def draft_of(source: Source) -> PartialPlan:

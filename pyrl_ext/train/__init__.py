@@ -3,16 +3,27 @@
 A config that does not hold is refused in a second, before torch is imported.
 """
 
+import sys
 from collections.abc import Sequence
 
+from pyrl_ext.parallel.launch import launched
 from pyrl_ext.plan.command import parse_plan, plan_parser
+from pyrl_ext.plan.ranks import ranks_problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold;
-    130: Ctrl-C."""
-    _, plan = parse_plan(plan_parser("pyrl_ext.train", __doc__), arguments)
+    """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold,
+    or not in this number of processes; 130: Ctrl-C."""
+    try:
+        ranks = launched("WORLD_SIZE", 0)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    options, plan = parse_plan(plan_parser("pyrl_ext.train", __doc__), arguments, ranks or None)
     if plan is None:
+        return 2
+    if problem := ranks_problem(plan, ranks or 1):
+        print(f"{options.config}: {problem}", file=sys.stderr)
         return 2
     from pyrl_ext.train.loop import start  # brings torch and megatron-core
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.parallel.atomic_write import FolderError, write_text
-from pyrl_ext.parallel.topology import launched
+from pyrl_ext.parallel.launch import launched
 from pyrl_ext.parallel.user_code import printable
 from pyrl_ext.parallel.waiting import Stopped
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.launch import launched
 from pyrl_ext.parallel.topology import allocator_setting
 from pyrl_ext.plan import Plan, compile_plan
 from tests.helpers.tiny import tiny_plan
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.multiprocess
 def test_launched_names_a_variable_that_is_no_number(monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)
     with pytest.raises(ValueError, match=r"WORLD_SIZE=.*, expected a number"):
-        topology.launched("WORLD_SIZE", 1)
+        launched("WORLD_SIZE", 1)
 
 
 def test_start_says_how_to_start_the_right_number_of_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with (
-        pytest.raises(RuntimeError, match=r"needs 2 processes .*has 3. .*--nproc-per-node 2"),
+        pytest.raises(RuntimeError, match=r"= 2 processes, .*has 3. .*-per-node 2, .*dp=3"),
         topology.start(tiny_plan("parallel.dp=2")),
     ):
         pass

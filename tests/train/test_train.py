@@ -18,7 +18,7 @@ from pyrl_ext import train
 from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.tools.doctor_checks import checkpoint_bytes
@@ -243,9 +243,28 @@ def test_train_on_two_ranks_rolls_out_like_one_until_ctrl_c(tmp_path):
         assert two["rollout/tokens"] == pytest.approx(one["rollout/tokens"], rel=0.1)
 
 
-def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys):
-    assert run(tmp_path, "parallel.dp=2") == 1
-    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+def test_train_takes_dp_from_torchrun_and_resumes_in_one_process(tmp_path, capsys):
+    folder = tmp_path / "two"
+    command = two_ranks(folder, "steps=1", "evaluate.every=0")
+    subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE)
+    assert Plan.read(folder / "plan.json").parallel.dp == 2
+    assert run(folder, "steps=2", "evaluate.every=0") == 0
+    assert "written under dp 2" in capsys.readouterr().out
+    assert Plan.read(folder / "plan.json").parallel.dp == 1
+    assert [row["step"] for row in numbers(folder)] == [0, 1]
+
+
+def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    assert run(folder, "parallel.dp=2") == 2
+    assert capsys.readouterr().err == (
+        f"{CONFIG}: parallel: dp 2 * tp 1 * pp 1 * cp 1 = 2 processes, but the run has 1. Start it "
+        "with torchrun --nproc-per-node 2, or leave parallel.dp out or set parallel.dp=1\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert run(folder) == 2
+    assert "WORLD_SIZE='two', expected a number" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 # prompts from a file ------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Parallel(Section):
     """How the ranks are arranged; the world is dp * tp * pp * cp ranks."""
 
     dp: Size = 1
-    """data-parallel replicas [ranks]"""
+    """data-parallel replicas [ranks]; left out, or null: what tp, pp and cp leave of torchrun's
+    processes; 1 where nothing was started"""
     tp: Size = 1
     """tensor-parallel size; above 1 implies sequence parallelism [ranks]"""
     pp: Layers = 1
