@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 SHOWN_PROBLEMS = 50
+LISTED_PLACES = 3  # of records that share a mistake; of more than these, the first one and a count
 
 
 class DataError(ValueError):
@@ -142,19 +144,74 @@ class ParquetRows:
         return {name: value for name, value in row.items() if value is not None}
 
 
-def refuse(path: Path, problems: Sequence[str], records: int, broken: int) -> None:
-    """Raise `DataError` if there are ``problems``, or no ``records`` at all.
+@dataclass
+class Mistakes:
+    """Records that cannot be used, grouped by what is wrong with them.
 
     Args:
-        problems: of records, one a record; at least the number that is shown
-        records: number of records in the file
-        broken: number of records with problems
+        broken: number of all of them
+        places: message -> (number of the record, its place) of the first that have it, at most
+            `LISTED_PLACES`; at most `SHOWN_PROBLEMS` messages of a rank
+        counts: message -> number of all records that have it
     """
-    if broken:
-        lines = [f"{path}: {broken} of {records} records cannot be used"]
-        lines += [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
-        if broken > SHOWN_PROBLEMS:
-            lines.append(f"  and {broken - SHOWN_PROBLEMS} more")
+
+    broken: int = 0
+    places: dict[str, list[tuple[int, str]]] = field(
+        default_factory=dict[str, list[tuple[int, str]]]
+    )
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, number: int, where: str, broken: Broken) -> None:
+        """Count a record."""
+        message = str(broken)
+        self.broken += 1
+        if message not in self.counts and len(self.counts) == SHOWN_PROBLEMS:
+            return
+        self.counts[message] = self.counts.get(message, 0) + 1
+        places = self.places.setdefault(message, [])
+        if len(places) < LISTED_PLACES:
+            places.append((number, where))
+
+    def merge(self, other: Mistakes) -> None:
+        """Add those that another rank found."""
+        self.broken += other.broken
+        for message, count in other.counts.items():
+            self.counts[message] = self.counts.get(message, 0) + count
+            places = [*self.places.get(message, []), *other.places[message]]
+            self.places[message] = sorted(places)[:LISTED_PLACES]
+
+    def lines(self, records: int) -> list[str]:
+        """A line a record, or a line for all records that share a mistake, in the file's order; at
+        most `SHOWN_PROBLEMS`, and then the number of the others.
+
+        Args:
+            records: number of records in the file
+        """
+        found: list[tuple[int, int, str]] = []  # number of the first record, of records; the line
+        for message, places in self.places.items():
+            count = self.counts[message]
+            number, where = places[0]
+            if count > LISTED_PLACES:
+                line = f"{count} of {records} records: {message}; first at {where}"
+                found.append((number, count, line))
+                continue
+            found += [(number, 1, f"{where}: {message}") for number, where in places]
+        shown = sorted(found)[:SHOWN_PROBLEMS]
+        lines = [line for _, _, line in shown]
+        if others := self.broken - sum(count for _, count, _ in shown):
+            lines.append(f"and {others} more")
+        return lines
+
+
+def refuse(path: Path, mistakes: Mistakes, records: int) -> None:
+    """Raise `DataError` if there are ``mistakes``, or no ``records`` at all.
+
+    Args:
+        records: number of records in the file
+    """
+    if mistakes.broken:
+        lines = [f"{path}: {mistakes.broken} of {records} records cannot be used"]
+        lines += [f"  {line}" for line in mistakes.lines(records)]
         raise DataError("\n".join(lines))
     if not records:
         raise DataError(f"{path}: no records, expected at least one")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyrl_ext.data.chat import check_known, check_size, render
-from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
+from pyrl_ext.data.files import Broken, Mistakes, Records, cut, open_records, refuse
 from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
@@ -40,11 +40,12 @@ def load_prompts(
         reader: of the images in messages; None: the model takes none
 
     Raises:
-        DataError: listing every record that cannot be used, as file:line: what, expected rule
+        DataError: with every record that cannot be used, as file:line: what, expected rule; those
+            that share a mistake on one line
     """
     records = open_records(path)
     prompts: list[Prompt] = []
-    problems: list[str] = []
+    mistakes = Mistakes()
     for number in range(len(records)):
         try:
             prompt = _prompt(records, number, tokenizer, max_prompt_tokens, reader)
@@ -53,8 +54,8 @@ def load_prompts(
                 raise Broken(what, f"{answer_rule[0]}; data.reward compares with it")
             prompts.append(replace(prompt, id=len(prompts)))
         except Broken as broken:
-            problems.append(f"{records.where(number)}: {broken}")
-    refuse(records.path, problems, len(records), len(problems))
+            mistakes.add(number, records.where(number), broken)
+    refuse(records.path, mistakes, len(records))
     return prompts
 
 

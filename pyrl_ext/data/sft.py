@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pyrl_ext.data.chat import check_known, check_size, render, tokens_of_chat
-from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, DataError, Records, cut, refuse
+from pyrl_ext.data.files import Broken, DataError, Mistakes, Records, cut, refuse
 from pyrl_ext.data.images import ImageReader, UndecodedImage, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
@@ -148,16 +148,14 @@ class Findings:
     """Facts about a share of the records, from `SftSource.check`.
 
     Args:
-        problems: (number of the record, its place and reason) of the first that cannot be used
-        broken: number of all that cannot be used
+        mistakes: of the records that cannot be used
         tokens: of the others, after cutting
         loss_tokens: number of them under the loss mask
         longest: tokens of the longest of them
         truncated: number of records that were cut
     """
 
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    broken: int = 0
+    mistakes: Mistakes = field(default_factory=Mistakes)
     tokens: int = 0
     loss_tokens: int = 0
     longest: int = 0
@@ -204,9 +202,7 @@ class SftSource:
             try:
                 sample = self.encode(self.records.read(number), decode=False)
             except Broken as broken:
-                share.broken += 1
-                if share.broken <= SHOWN_PROBLEMS:
-                    share.problems.append((number, f"{self.records.where(number)}: {broken}"))
+                share.mistakes.add(number, self.records.where(number), broken)
                 continue
             share.tokens += sample.tokens.numel()
             share.loss_tokens += int(sample.loss_mask.sum())
@@ -222,10 +218,10 @@ class SftSource:
 
         Raises: DataError when records cannot be used, or there are none.
         """
-        problems = sorted(each for share in shares for each in share.problems)
-        lines = [line for _, line in problems]
-        broken = sum(share.broken for share in shares)
-        refuse(self.records.path, lines, len(self.records), broken)
+        mistakes = Mistakes()
+        for share in shares:
+            mistakes.merge(share.mistakes)
+        refuse(self.records.path, mistakes, len(self.records))
         tokens = sum(share.tokens for share in shares)
         trained = sum(share.loss_tokens for share in shares)
         cut = sum(share.truncated for share in shares)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key
 from pyrl_ext.plan.language.fields import InvalidField
-from pyrl_ext.plan.language.kind import check_kind
+from pyrl_ext.plan.language.kind import check_kind, required_keys
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
@@ -136,7 +136,7 @@ def _check_fields(source: Source) -> set[Key]:
             key = tuple(str(part) for part in each["loc"])
             if field_key(key) not in source.failed:
                 wrong.add(field_key(key))
-                source.report(key, describe(each))
+                source.report(key, describe(each, required_keys(source.tree, key)))
     return wrong
 
 
@@ -144,13 +144,16 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
     """Put the HF config into `draft`, where it can be read and states the sizes it must."""
     try:
         path = draft.config_path
-        family = draft.model.family
     except InvalidField:
         return
+    try:
+        family = draft.model.family
+    except InvalidField:  # reported already; rules on sizes need none
+        family = None
     shown = rules.relative(path)
     try:
         hf = _read_json(path, shown)
-        if hf.get("model_type") != family:
+        if family is not None and hf.get("model_type") != family:
             given = f"model_type is {hf.get('model_type')!r}"
             raise ValueError(f"{shown}: {given}, expected {family!r}, the model.family")
         read_sizes(hf)

@@ -108,9 +108,21 @@ def test_load_prompts_lists_every_broken_record_with_its_line(tokenizer: Any, tm
 
 
 def test_load_prompts_cuts_long_lists_of_problems(tokenizer: Any, tmp_path: Path):
-    path = write_lines(tmp_path / "a.jsonl", *[{"prompt": ""}] * 60)
+    path = write_lines(tmp_path / "a.jsonl", *[{"prompt": "a" * (40 + n)} for n in range(60)])
     with pytest.raises(DataError, match=r"60 of 60(?s:.*)and 10 more$"):
         load_prompts(path, tokenizer, 32)
+
+
+def test_load_prompts_counts_records_that_share_a_mistake(tokenizer: Any, tmp_path: Path):
+    records = [{"question": "a", "answer": "b"}] * 199
+    path = write_lines(tmp_path / "a.jsonl", *records, {"prompt": "fine"})
+    with pytest.raises(DataError) as caught:
+        load_prompts(path, tokenizer, 32)
+    assert str(caught.value).splitlines() == [
+        f"{path}: 199 of 200 records cannot be used",
+        "  199 of 200 records: fields question, answer, expected either `prompt` or `messages`; "
+        f"first at {path}:1",
+    ]
 
 
 def test_load_prompts_refuses_messages_without_a_template(tmp_path: Path):

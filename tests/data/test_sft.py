@@ -88,19 +88,16 @@ def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path:
     source = SftSource(open_records(path), SftEncoder(tokenizer, 128, 8))
     found = source.check()
     assert (found.tokens, found.loss_tokens, found.longest, found.truncated) == (16, 8, 8, 0)
-    assert found.broken == len(BROKEN)
-    assert [number for number, _ in found.problems] == list(range(1, len(BROKEN) + 1))
-    for line, ((_, problem), (_, message)) in enumerate(
-        zip(found.problems, BROKEN, strict=True), 2
-    ):
+    assert found.mistakes.broken == len(BROKEN)
+    problems = found.mistakes.lines(len(BROKEN) + 2)
+    for line, (problem, (_, message)) in enumerate(zip(problems, BROKEN, strict=True), 2):
         assert problem.startswith(f"{path}:{line}: {message}")
     shares = [source.check(rank, 3) for rank in range(3)]
-    assert sorted(each for share in shares for each in share.problems) == found.problems
     with pytest.raises(DataError) as caught:
         source.summary(shares)
     head, *lines = str(caught.value).splitlines()
     assert head == f"{path}: {len(BROKEN)} of {len(BROKEN) + 2} records cannot be used"
-    assert lines == [f"  {problem}" for _, problem in found.problems]
+    assert lines == [f"  {problem}" for problem in problems]
 
 
 def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
@@ -110,8 +107,8 @@ def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
         f"{tmp_path / 'a.jsonl'}: 7 records, 3 more held out; 20 tokens, 10 in the loss; "
         "2 in the longest record; 0 were cut"
     )
-    path = write_lines(tmp_path / "b.jsonl", *[{}] * 200)
-    source = SftSource(open_records(path), SftEncoder(None, 128, 8))
+    path = write_lines(tmp_path / "b.jsonl", *[tokens(*range(10 + n)) for n in range(200)])
+    source = SftSource(open_records(path), SftEncoder(None, 1000, 8))
     with pytest.raises(DataError, match=r"200 of 200 records(?s:.*)and 150 more$") as caught:
         source.summary([source.check(rank, 3) for rank in range(3)])
     places = [line.split(":")[1] for line in str(caught.value).splitlines()[1:-1]]
@@ -120,6 +117,24 @@ def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
     source = SftSource(open_records(tmp_path / "c.jsonl"), SftEncoder(None, 128, 8), held_out=2)
     with pytest.raises(DataError, match=r"c\.jsonl: no records, expected at least one"):
         source.summary([source.check()])
+
+
+def test_summary_says_on_one_line_what_many_records_have_in_common(tmp_path: Path):
+    same = {"prompt": "a", "completion": "b"}
+    path = write_lines(tmp_path / "a.jsonl", CHAT, *[same] * 200, {}, {}, tokens(3))
+    source = SftSource(open_records(path), SftEncoder(None, 128, 8))
+    with pytest.raises(DataError) as caught:
+        source.summary([source.check(rank, 4) for rank in range(4)])
+    rule = "expected either `messages`, or `tokens` and `loss_mask`"
+    assert str(caught.value).splitlines() == [
+        f"{path}: 204 of 204 records cannot be used",
+        f"  {path}:1: messages, with model.tokenizer null, expected a tokenizer, or `tokens`",
+        f"  200 of 204 records: fields prompt, completion, {rule}; first at {path}:2",
+        f"  {path}:202: fields nothing, {rule}",
+        f"  {path}:203: fields nothing, {rule}",
+        f"  {path}:204: 1 tokens, expected 2 to data.max_tokens 8; data.truncate: true cuts longer "
+        "ones",
+    ]
 
 
 def test_encoder_names_a_missing_tokenizer():
@@ -134,7 +149,9 @@ def test_encoder_cuts_long_records_only_when_told_to(tokenizer: Any, tmp_path: P
     found = SftSource(records, SftEncoder(tokenizer, 128, 4, truncate=True)).check()
     assert (found.tokens, found.longest, found.truncated, found.loss_tokens) == (6, 4, 1, 2)
     lost = "no token under the loss mask in the first 4 of {} tokens, expected at least one"
-    assert [text.partition(": ")[2].partition(" to train")[0] for _, text in found.problems] == [
+    assert [
+        text.partition(": ")[2].partition(" to train")[0] for text in found.mistakes.lines(4)
+    ] == [
         lost.format(5),
         lost.format(8),
     ]
@@ -156,7 +173,7 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
         SftSource(open_records(tmp_path / name), SftEncoder(tokenizer, 128, 16))
         for name in ("a.jsonl", "a.parquet")
     ]
-    assert [s.check().problems for s in sources] == [[], []]
+    assert [s.check().mistakes.broken for s in sources] == [0, 0]
     first, second = ([shown(s) for s in source.take(3, 4)] for source in sources)
     assert first == second
 
@@ -173,7 +190,7 @@ def test_ParquetRows_holds_one_row_group(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", count)
     before = pyarrow.total_allocated_bytes()
     source = SftSource(open_records(path), SftEncoder(None, 128, 200))
-    assert not source.check(1, 3).problems and read == list(range(groups))
+    assert not source.check(1, 3).mistakes.broken and read == list(range(groups))
     held = pyarrow.total_allocated_bytes() - before
     assert held < 4 * each * 200 * 16  # a token and its mask are int64, and are decoded in chunks
     read.clear()
@@ -190,7 +207,7 @@ def test_ParquetRows_names_the_rows_of_a_damaged_row_group(tmp_path: Path):
         file.seek(column.data_page_offset)
         file.write(b"\xff" * 20)
     found = SftSource(open_records(path), SftEncoder(None, 128, 8)).check()
-    assert [text.partition(" group")[0] for _, text in found.problems] == [
+    assert [text.partition(" group")[0] for text in found.mistakes.lines(6)] == [
         f"{path}: row {row}: row" for row in (2, 3)
     ]
 

@@ -17,6 +17,7 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import load
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.resolve import read_size
+from pyrl_ext.plan.language.synonyms import SYNONYMS
 from pyrl_ext.plan.show.reference import page
 from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
@@ -356,6 +357,15 @@ def check_places(path: Path, overrides: tuple[str, ...] = ()) -> None:
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == 0
     return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_synonyms_name_keys_that_exist_and_are_none_themselves():
+    for name, keys in SYNONYMS.items():
+        for key in keys:
+            *section, last = key.split(".")
+            assert last in fields_of(*section), (name, key)
+        *section, last = name.split(".")
+        assert last not in fields_of(*section), name
 
 
 def test_page_is_the_shipped_reference():

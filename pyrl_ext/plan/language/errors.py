@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pyrl_ext.plan.language.fields import section_of
+from pyrl_ext.plan.language.synonyms import meant
 from pyrl_ext.plan.schema import Config
 
 Key = tuple[str, ...]
@@ -92,15 +93,23 @@ _TYPE_NAMES = {
 }  # fmt: skip
 
 
-def describe(error: ErrorDetails) -> str:
-    """A pydantic error of the schema as `<what, with value>, expected <rule>[; <the field>]`."""
+def describe(error: ErrorDetails, required: Sequence[str] = ()) -> str:
+    """A pydantic error of the schema as `<what, with value>, expected <rule>[; <the field>]`.
+
+    Args:
+        required: keys that the section has to have, where the error is about a section
+    """
     key = tuple(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return unknown(key)
     if error["type"] == "value_error":  # a section's own check
         return str(error.get("ctx", {})["error"])
     if keys := fields_of(*key):
-        return f"{_given(error)}, expected a mapping of {', '.join(keys)}{_about(key)}"
+        if required:
+            rule = f"a mapping; required: {', '.join(required)}"
+        else:
+            rule = f"a mapping of {', '.join(keys)}"
+        return f"{_given(error)}, expected {rule}{_about(key)}"
     return f"{expectation(error)}{_about(key)}"
 
 
@@ -132,12 +141,14 @@ def unknown(key: Key) -> str:
     *parents, last = key
     known = [*fields_of(*parents), *([] if parents else ["extends"])]
     elsewhere = [f"{name}.{last}" for name in fields_of() if last in fields_of(name)]
+    if other := meant(tuple(parents), last):
+        return f"unknown key. Did you mean {' or '.join(other)}?"
     if elsewhere:
         rule = f", expected one of {', '.join(known)}" if parents[1:] else ""
         return f"unknown key here{rule}. Did you mean {' or '.join(elsewhere)}?"
     if close := difflib.get_close_matches(last, known, n=1, cutoff=0.6):
-        meant = ".".join((*parents, close[0]))
-        return f"unknown key. Did you mean {meant}?"
+        likeliest = ".".join((*parents, close[0]))
+        return f"unknown key. Did you mean {likeliest}?"
     return f"unknown key, expected one of {', '.join(known)}"
 
 

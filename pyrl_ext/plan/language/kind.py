@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic_core import ErrorDetails
 
 from pyrl_ext.plan.language.errors import Key, describe, fields_of, show
@@ -35,13 +37,29 @@ REQUIRED = {
 }
 
 
+def has_rollouts(tree: dict[str, Any]) -> bool:
+    """True if an engine generates the samples of the run that `tree` describes."""
+    sections = {name: each for name, each in tree.items() if isinstance(each, dict)}
+    loss, path = (sections.get(s, {}).get(k) for s, k in (("objective", "loss"), ("data", "path")))
+    return not (loss == "sft" or (path is not None and ":" in str(loss)))
+
+
+def required_keys(tree: dict[str, Any], section: Key) -> list[str]:
+    """The keys that `section` has to have in the kind of run that `tree` describes."""
+    rollouts = has_rollouts(tree)
+    keys = [name for name, field in fields_of(*section).items() if field.is_required()]
+    keys += [key[-1] for key in REQUIRED[rollouts] if key[:-1] == section]
+    if section == ("data",) and rollouts:
+        keys.append("task, or prompts and reward")
+    return keys
+
+
 def check_kind(source: Source) -> set[Key]:
     """Record the keys that this kind of run does not read, and remove them; record those that it
     lacks, and return them. Routes are not replayed without rollouts."""
     tree = source.tree
     sections = {name: each for name, each in tree.items() if isinstance(each, dict)}
-    loss, path = (sections.get(s, {}).get(k) for s, k in (("objective", "loss"), ("data", "path")))
-    rollouts = not (loss == "sft" or (path is not None and ":" in str(loss)))
+    rollouts = has_rollouts(tree)
     reader = "without rollouts (objective: sft)" if rollouts else "with rollouts"
     for key in WITHOUT_ROLLOUTS if rollouts else WITH_ROLLOUTS:
         holder = sections.get(key[0], {}) if key[1:] else tree
@@ -61,7 +79,10 @@ def check_kind(source: Source) -> set[Key]:
             lacking.append({"type": kind, "loc": key, "msg": "", "input": value, "ctx": {"ge": 1}})
         elif key[0] == "rollout" and key[0] not in tree:
             lacking.append({"type": "missing", "loc": key[:1], "msg": "", "input": None})
-    wrong = {tuple(map(str, error["loc"])): describe(error) for error in lacking}
+    wrong: dict[Key, str] = {}
+    for error in lacking:
+        key = tuple(map(str, error["loc"]))
+        wrong[key] = describe(error, required_keys(tree, key))
     for key, message in wrong.items():
         source.report(key, message)
     return {*wrong}

@@ -39,11 +39,11 @@ def check(plan: Plan, rules: Iterable[tuple[str, Rule]] = RULES) -> Iterator[tup
     for key, function in rules:
         try:
             found = function(plan)
-            messages = [found] if isinstance(found, str) else [*(found or ())]
+            messages = [found] if isinstance(found, str) else found or ()
+            for each in messages:  # those before a wrong field are found
+                yield (key, each) if isinstance(each, str) else (f"{key}.{each[0]}", each[1])
         except InvalidField:
             continue
-        for each in messages:
-            yield (key, each) if isinstance(each, str) else (f"{key}.{each[0]}", each[1])
 
 
 def changed(section: Section, name: str) -> bool:
