@@ -130,7 +130,9 @@ def test_resolve_starts_paths_where_they_are_written(folder: Path):
     [
         ("none.yaml", "extends: {folder}/none.yaml: No such file or directory"),
         ("base", "extends: {folder}/base: Is a directory"),
-        ("[a, b]", "extends: ['a', 'b'], expected another YAML file"),
+        ("[a]", "extends: {folder}/a: No such file or directory"),
+        ("[a, 3]", "extends: ['a', 3], expected another YAML file, relative to this one, or a"),
+        ("[]", "extends: [], expected another YAML file"),
         ('""', "extends: '', expected another YAML file"),
         (
             "child.yaml",
@@ -144,6 +146,33 @@ def test_read_refuses_a_wrong_parent(folder: Path, name: str, message: str):
     path = written(folder, f"steps: 1\nextends: {name}\n")
     (found,) = problems_of(path)
     assert found.startswith(f"{path}:2: " + message.format(folder=folder))
+
+
+def test_compile_plan_takes_a_later_parent_over_an_earlier_one(folder: Path):
+    written(folder, "steps: 5\nobjective: {clip_low: 0.1, loss: cispo}\n", "base/mine.yaml")
+    written(folder, "data: {task_options: {}}\n", "base/plain.yaml")
+    parents = "[base/options.yaml, base/plain.yaml, base/mine.yaml]"
+    options = "extends: base.yaml\nseed: 7\ndata: {task_options: {length: 3}}\n"
+    written(folder, options, "base/options.yaml")
+    path = written(folder, f"extends: {parents}\nobjective: {{clip_low: 0.3}}\n")
+    plan = compile_plan(path)
+    assert (plan.steps, plan.seed, plan.rollout.engine) == (5, 7, "hf")
+    assert (plan.objective.clip_low, plan.objective.loss) == (0.3, "cispo")
+    assert plan.data.task_options == {}  # the second parent drops what the first one has
+    assert plan.tokenizer_path == "owner/name"
+    turned = [f"extends=[{folder}/base/mine.yaml, base/base.yaml]"]
+    assert compile_plan(path, turned).steps == 10
+    written(folder, "steps: 0\n", "base/mine.yaml")
+    assert problems_of(path) == [
+        f"{folder}/base/mine.yaml:1: steps: 0, expected at least 1; steps of the run"
+    ]
+
+
+def test_read_refuses_a_circle_through_the_second_parent(folder: Path):
+    written(folder, "extends: [base/base.yaml, b.yaml]\n", "a.yaml")
+    b = written(folder, "steps: 1\nextends: a.yaml\n", "b.yaml")
+    (found,) = problems_of(folder / "a.yaml")
+    assert found.startswith(f"{b}:2: extends: {folder}/a.yaml -> {b} -> {folder}/a.yaml, expected")
 
 
 def test_read_refuses_a_pipe_instead_of_waiting_for_it(folder: Path):

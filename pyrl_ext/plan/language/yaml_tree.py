@@ -175,24 +175,50 @@ def _spread_short_forms(tree: dict[str, Any]) -> None:
 
 
 def _extend(source: Source, chain: tuple[str, ...]) -> None:
-    """Put what the parent file says, and its parents, below what `source` says."""
-    name = source.tree.pop("extends", None)
-    if name is None:
+    """Put what the parent files say, and their parents, below what `source` says; a later parent
+    above an earlier one."""
+    written = source.tree.pop("extends", None)
+    if written is None:
         return
     source.complete = False
-    if not isinstance(name, str) or not name or not name.isprintable():
-        source.fail(("extends",), f"{show(name)}, expected another YAML file, relative to this one")
+    names = written if isinstance(written, list) else [written]
+    if not names or not all(isinstance(name, str) and name.isprintable() for name in names):
+        names = [""]
+    if "" in names:
+        rule = "expected another YAML file, relative to this one, or a list of them"
+        source.fail(("extends",), f"{show(written)}, {rule}")
         return
+    below: Source | None = None
+    complete = True
+    for name in names:
+        if (parent := _read_parent(source, name, chain)) is None:
+            return
+        if below is not None:
+            _lay_below(parent, below)
+        below = parent
+        complete = complete and parent.complete
+    assert below is not None  # there is a name
+    _lay_below(source, below)
+    source.complete = complete
+
+
+def _read_parent(source: Source, name: str, chain: tuple[str, ...]) -> Source | None:
+    """The file that `source` names as a parent, above its own parents; None: it leads to itself."""
     path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
     again = os.path.realpath(path) in map(os.path.realpath, chain)
     chain = (*chain, path)
     if again:
         rule = "expected a parent that leads to no file again"
         source.fail(("extends",), f"{' -> '.join(chain)}, {rule}")
-        return
+        return None
     parent = Source(path, problems=source.problems, notes=source.notes, failed=source.failed)
     _read_file(parent, source)
     _extend(parent, chain)
+    return parent
+
+
+def _lay_below(source: Source, parent: Source) -> None:
+    """Put what `parent` says below what `source` says."""
     replaced: set[Key] = set(source.overrides)
     source.tree = _merge(parent.tree, source.tree, (), replaced)
     kept = {
@@ -201,7 +227,6 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
         if not any(key[:depth] in replaced for depth in range(1, len(key) + 1))
     }
     source.places = kept | source.places
-    source.complete = parent.complete
 
 
 def _merge(

@@ -129,5 +129,8 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(name := section.get("preset"), str):
         return section  # nothing, or no name: the schema says so
     if name not in presets():
-        raise ValueError(f"{name!r}, expected {', '.join(presets())}")
+        raise ValueError(
+            f"{name!r}, expected {', '.join(presets())}. For your own, write a file with a section "
+            "objective, and name it as the last parent: extends: [base.yaml, mine.yaml]"
+        )
     return presets()[name] | section

@@ -16,7 +16,10 @@ from pyrl_ext.plan.language.fields import NO_BOUNDS, Section
 from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.schema import Config
 
-EXTENDS = "parent file, relative to this one, with the keys that this file does not set"
+EXTENDS = (
+    "parent file, relative to this one, with the keys that this file does not set; or a list of "
+    "them, of which later ones win"
+)
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -111,7 +114,9 @@ def schema() -> str:
         for field in section.get("properties", {}).values():
             _accept_sizes(field)
     tree["properties"]["replay"] = {"anyOf": [tree["properties"]["replay"], {"type": "boolean"}]}
-    tree["properties"]["extends"] = {"type": ["string", "null"], "description": EXTENDS}
+    names = {"type": "array", "items": {"type": "string"}}
+    extends = {"anyOf": [{"type": ["string", "null"]}, names], "description": EXTENDS}
+    tree["properties"]["extends"] = extends
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(head | tree, indent=2) + "\n"
 
