@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,19 +13,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-SHOWN_PROBLEMS = 50
-LISTED_PLACES = 3  # of records that share a mistake; of more than these, the first one and a count
+from pyrl_ext.plan.records import Broken, Mistakes, cut, parse
+
+__all__ = ["Broken", "DataError", "Records", "cut", "open_records", "refuse"]
 
 
 class DataError(ValueError):
     """All problems of a data file, one a line."""
-
-
-class Broken(Exception):
-    """One record cannot be used: (what, expected rule)."""
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}, expected {self.args[1]}"
 
 
 class Records(Protocol):
@@ -92,14 +84,7 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(start)
             line = file.read(size).removesuffix(b"\n")
-        try:
-            record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
-            if b"\\u" in line:  # the escape of half a character is valid JSON
-                json.dumps(record, ensure_ascii=False).encode("utf-8")
-            return record
-        except (ValueError, RecursionError) as error:
-            rule = "one JSON object a line, in UTF-8"
-            raise Broken(f"{type(error).__name__}: {error}", rule) from None
+        return parse(line)
 
 
 class ParquetRows:
@@ -144,65 +129,6 @@ class ParquetRows:
         return {name: value for name, value in row.items() if value is not None}
 
 
-@dataclass
-class Mistakes:
-    """Records that cannot be used, grouped by what is wrong with them.
-
-    Args:
-        broken: number of all of them
-        places: message -> (number of the record, its place) of the first that have it, at most
-            `LISTED_PLACES`; at most `SHOWN_PROBLEMS` messages of a rank
-        counts: message -> number of all records that have it
-    """
-
-    broken: int = 0
-    places: dict[str, list[tuple[int, str]]] = field(
-        default_factory=dict[str, list[tuple[int, str]]]
-    )
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-
-    def add(self, number: int, where: str, broken: Broken) -> None:
-        """Count a record."""
-        message = str(broken)
-        self.broken += 1
-        if message not in self.counts and len(self.counts) == SHOWN_PROBLEMS:
-            return
-        self.counts[message] = self.counts.get(message, 0) + 1
-        places = self.places.setdefault(message, [])
-        if len(places) < LISTED_PLACES:
-            places.append((number, where))
-
-    def merge(self, other: Mistakes) -> None:
-        """Add those that another rank found."""
-        self.broken += other.broken
-        for message, count in other.counts.items():
-            self.counts[message] = self.counts.get(message, 0) + count
-            places = [*self.places.get(message, []), *other.places[message]]
-            self.places[message] = sorted(places)[:LISTED_PLACES]
-
-    def lines(self, records: int) -> list[str]:
-        """A line a record, or a line for all records that share a mistake, in the file's order; at
-        most `SHOWN_PROBLEMS`, and then the number of the others.
-
-        Args:
-            records: number of records in the file
-        """
-        found: list[tuple[int, int, str]] = []  # number of the first record, of records; the line
-        for message, places in self.places.items():
-            count = self.counts[message]
-            number, where = places[0]
-            if count > LISTED_PLACES:
-                line = f"{count} of {records} records: {message}; first at {where}"
-                found.append((number, count, line))
-                continue
-            found += [(number, 1, f"{where}: {message}") for number, where in places]
-        shown = sorted(found)[:SHOWN_PROBLEMS]
-        lines = [line for _, _, line in shown]
-        if others := self.broken - sum(count for _, count, _ in shown):
-            lines.append(f"and {others} more")
-        return lines
-
-
 def refuse(path: Path, mistakes: Mistakes, records: int) -> None:
     """Raise `DataError` if there are ``mistakes``, or no ``records`` at all.
 
@@ -211,22 +137,7 @@ def refuse(path: Path, mistakes: Mistakes, records: int) -> None:
     """
     if mistakes.broken:
         lines = [f"{path}: {mistakes.broken} of {records} records cannot be used"]
-        lines += [f"  {line}" for line in mistakes.lines(records)]
+        lines += [f"  {line}" for line in mistakes.lines(f"{records} records")]
         raise DataError("\n".join(lines))
     if not records:
         raise DataError(f"{path}: no records, expected at least one")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise Broken(f"field {cut(repeated)} repeated", "each field once")
-    return record
-
-
-def cut(value: Any) -> str:
-    """`value` as it is written, shortened."""
-    shown = repr(value[:80] if isinstance(value, str) else value)
-    return shown if len(shown) <= 60 else f"{shown[:60]}..."

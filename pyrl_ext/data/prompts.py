@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pyrl_ext.data.chat import check_known, check_size, render
-from pyrl_ext.data.files import Broken, Mistakes, Records, cut, open_records, refuse
+from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
 from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
+from pyrl_ext.plan.records import Mistakes, check_fields
 from pyrl_ext.samples import Prompt
 
 AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it
@@ -54,7 +55,7 @@ def load_prompts(
                 raise Broken(what, f"{answer_rule[0]}; data.reward compares with it")
             prompts.append(replace(prompt, id=len(prompts)))
         except Broken as broken:
-            mistakes.add(number, records.where(number), broken)
+            mistakes.add(number, records.where(number), str(broken))
     refuse(records.path, mistakes, len(records))
     return prompts
 
@@ -127,12 +128,7 @@ def _prompt(
     max_prompt_tokens: int,
     reader: ImageReader | None,
 ) -> Prompt:
-    record = records.read(number)
-    if not isinstance(record, dict):
-        raise Broken(f"a {type(record).__name__}", "a JSON object")
-    if ("prompt" in record) == ("messages" in record):
-        has = ", ".join(record) or "nothing"
-        raise Broken(f"fields {has[:200]}", "either `prompt` or `messages`")
+    record = check_fields(records.read(number), rollouts=True)
     is_text = "prompt" in record
     text = record["prompt"] if is_text else render(record["messages"], tokenizer, generate=True)
     if not isinstance(text, str) or not text:

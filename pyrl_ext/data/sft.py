@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from pyrl_ext.data.chat import check_known, check_size, render, tokens_of_chat
-from pyrl_ext.data.files import Broken, DataError, Mistakes, Records, cut, refuse
+from pyrl_ext.data.files import Broken, DataError, Records, cut, refuse
 from pyrl_ext.data.images import ImageReader, UndecodedImage, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
+from pyrl_ext.plan.records import Mistakes, check_fields
 from pyrl_ext.samples import Image, Sample
 
 
@@ -47,11 +48,7 @@ class SftEncoder:
 
         Raises: Broken; DataError for an image that cannot be decoded.
         """
-        if not isinstance(record, dict):
-            raise Broken(f"a {type(record).__name__}", "a JSON object")
-        if ("messages" in record) == ("tokens" in record):
-            has = ", ".join(record) or "nothing"
-            raise Broken(f"fields {has[:200]}", "either `messages`, or `tokens` and `loss_mask`")
+        record = check_fields(record, rollouts=False)
         read = self._of_messages if "messages" in record else self._of_tokens
         tokens, mask, placed = read(record)
         length = len(tokens)
@@ -202,7 +199,7 @@ class SftSource:
             try:
                 sample = self.encode(self.records.read(number), decode=False)
             except Broken as broken:
-                share.mistakes.add(number, self.records.where(number), broken)
+                share.mistakes.add(number, self.records.where(number), str(broken))
                 continue
             share.tokens += sample.tokens.numel()
             share.loss_tokens += int(sample.loss_mask.sum())

@@ -39,7 +39,8 @@ def describe(error: BaseException) -> str:
 def load_function(
     key: str, name: str, num_args: int, builtin: Sequence[str] = (), **given: Any
 ) -> Callable[..., Any]:
-    """The function called ``name``, importable from where the run was started.
+    """The function called ``name``, importable from the folder of the YAML file or from where the
+    run was started.
 
     Args:
         key: the config key that holds the name, for messages.
@@ -90,8 +91,8 @@ def _import(where: str, module_name: str) -> Any:
                 f"{where}: module {module_name} imports {missing!r}, which is missing, {rule}"
             ) from error
         raise ValueError(
-            f"{where}: no module {missing!r}, expected one on the Python path. Run from the folder "
-            "that holds it, or set PYTHONPATH"
+            f"{where}: no module {missing!r}, expected one on the Python path. Put it next to the "
+            "YAML file, run from the folder that holds it, or set PYTHONPATH"
         ) from error
     except SyntaxError as error:
         place = f"{error.filename}:{error.lineno}"

@@ -116,6 +116,8 @@ def start(plan: Plan) -> int:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
+    if (folder := plan.resolve(".")) not in sys.path:
+        sys.path.append(folder)  # a config may name functions next to it
     run = Path(plan.run)
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a crash of native code prints the Python stack

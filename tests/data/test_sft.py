@@ -89,7 +89,7 @@ def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path:
     found = source.check()
     assert (found.tokens, found.loss_tokens, found.longest, found.truncated) == (16, 8, 8, 0)
     assert found.mistakes.broken == len(BROKEN)
-    problems = found.mistakes.lines(len(BROKEN) + 2)
+    problems = found.mistakes.lines("all")
     for line, (problem, (_, message)) in enumerate(zip(problems, BROKEN, strict=True), 2):
         assert problem.startswith(f"{path}:{line}: {message}")
     shares = [source.check(rank, 3) for rank in range(3)]
@@ -150,7 +150,7 @@ def test_encoder_cuts_long_records_only_when_told_to(tokenizer: Any, tmp_path: P
     assert (found.tokens, found.longest, found.truncated, found.loss_tokens) == (6, 4, 1, 2)
     lost = "no token under the loss mask in the first 4 of {} tokens, expected at least one"
     assert [
-        text.partition(": ")[2].partition(" to train")[0] for text in found.mistakes.lines(4)
+        text.partition(": ")[2].partition(" to train")[0] for text in found.mistakes.lines("all")
     ] == [
         lost.format(5),
         lost.format(8),
@@ -207,7 +207,7 @@ def test_ParquetRows_names_the_rows_of_a_damaged_row_group(tmp_path: Path):
         file.seek(column.data_page_offset)
         file.write(b"\xff" * 20)
     found = SftSource(open_records(path), SftEncoder(None, 128, 8)).check()
-    assert [text.partition(" group")[0] for text in found.mistakes.lines(6)] == [
+    assert [text.partition(" group")[0] for text in found.mistakes.lines("all")] == [
         f"{path}: row {row}: row" for row in (2, 3)
     ]
 

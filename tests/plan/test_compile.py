@@ -324,7 +324,7 @@ def test_plan_paths_of_local_folders_are_absolute(small: Path, tmp_path: Path):
     (tmp_path / "numbers.jsonl").write_text("")
     path = tmp_path / "x.yaml"
     text = SMALL.replace("config.json", str(TINY)).replace("owner/name", "words")
-    path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: a.b:c"))
+    path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: json:loads"))
     plan = compile_plan(path)
     assert plan.tokenizer_path == str(tmp_path / "words")
     assert plan.prompts_path == str(tmp_path / "numbers.jsonl")

@@ -295,6 +295,20 @@ def test_train_logs_and_records_components_of_the_reward(tmp_path):
         assert found["wrong"] == [] and found["drawn"] == found["charts"] > 40
 
 
+def test_train_finds_a_reward_next_to_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the run adds the folder
+    (tmp_path / "reward_next_to_config.py").write_text("def two(prompt, text, tokens): return 2\n")
+    config = tmp_path / "mine.yaml"
+    prompts = ROOT / "configs/data/arithmetic.jsonl"
+    data = "{task: null, task_options: {}, reward: 'reward_next_to_config:two', prompts: %s}"
+    config.write_text(f"extends: {CONFIG}\ndata: {data % prompts}\n")
+    folder = tmp_path / "run"
+    settings = arguments(folder, "steps=1", "evaluate.every=0")
+    assert train.main([str(config), *settings]) == 0
+    (row,) = numbers(folder)
+    assert row["reward"] == 2.0
+
+
 def test_train_takes_the_shipped_prompt_file(tmp_path):
     assert run(tmp_path, *FILE, REWARD, "steps=2", "evaluate.every=1") == 0
     rows = numbers(tmp_path)
@@ -365,7 +379,7 @@ def test_main_names_broken_prompt_lines_before_a_model_is_built(tmp_path, capsys
     lines = ['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+2="', '{"prompt": ""}']
     prompts.write_text("\n".join(lines) + "\n")
     overrides = ("data.task=null", "data.task_options={}", f"data.prompts={prompts}", REWARD)
-    assert run(tmp_path / "run", *overrides) == 1
+    assert run(tmp_path / "run", *overrides) == 2
     error = capsys.readouterr().err
     assert f"{prompts}:2" in error and f"{prompts}:3" in error
     assert not (tmp_path / "run/metrics.jsonl").exists()

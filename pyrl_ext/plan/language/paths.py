@@ -15,6 +15,12 @@ def path_beside(file: str, path: str) -> str:
     return os.path.abspath(Path(os.path.abspath(file)).parent / path)
 
 
+def relative(path: str) -> str:
+    """`path` as seen from the working directory, if it is below it."""
+    shown = os.path.relpath(path)
+    return path if shown.startswith("..") else shown
+
+
 def is_hub_id(file: str, name: str) -> bool:
     """True if `name` is owner/name of a model hub: no such folder is next to the YAML file."""
     return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(path_beside(file, name))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 from pyrl_ext.plan.language.fields import InvalidField, Section
+from pyrl_ext.plan.language.paths import relative
 from pyrl_ext.plan.plan import Plan
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.
@@ -53,12 +53,6 @@ def changed(section: Section, name: str) -> bool:
 
 
 # Phrases -----------------------------------------------------------------------------------------
-
-
-def relative(path: str) -> str:
-    """`path` as seen from the working directory, if it is below it."""
-    shown = os.path.relpath(path)
-    return path if shown.startswith("..") else shown
 
 
 def in_config(plan: Plan) -> str:

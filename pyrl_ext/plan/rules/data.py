@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.records import (
+    Broken,
+    Mistakes,
+    check_fields,
+    first_lines,
+    has_chat_template,
+    parse,
+)
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
+
+# Built-in rewards that compare a response with the answer of its record.
+_COMPARE = ("pyrl_ext.data.rewards:exact_match", "pyrl_ext.data.rewards:number_match")
 
 
 @rule("data")
@@ -60,6 +73,68 @@ def a_timeout_has_a_reward_function(plan: Plan) -> Found:
     timeout = plan.data.reward_timeout
     if timeout is not None and plan.data.reward is None:
         return f"{timeout:g} without data.reward, expected null; built-in rewards always return"
+
+
+@rule("data")
+def first_records_have_their_fields(plan: Plan) -> Found:
+    reward = plan.data.reward
+    for key in ("prompts", "eval_prompts", "path"):
+        file = _json_lines(plan, key)
+        if file is None:
+            continue
+        mistakes = Mistakes()
+        looked_at = 0
+        for line, text in first_lines(file):
+            looked_at += 1
+            try:
+                record = check_fields(parse(text), rollouts=key != "path")
+                if key != "path" and reward in _COMPARE and record.get("answer") is None:
+                    raise Broken("no answer", f"one; data.reward {reward} compares with it")
+            except Broken as broken:
+                mistakes.add(line, f"{relative(file)}:{line}", str(broken))
+        for message in mistakes.lines(f"the first {looked_at} records"):
+            yield key, message
+
+
+@rule("model.tokenizer")
+def messages_have_a_chat_template(plan: Plan) -> Found:
+    name = plan.model.tokenizer
+    if name is None or plan.is_hub_id(name):
+        return None
+    folder = Path(plan.resolve(name))
+    if not (folder / "tokenizer.json").is_file() or has_chat_template(folder):
+        return None
+    why = None
+    for key in ("path", "eval_prompts", "prompts"):
+        if (file := _json_lines(plan, key)) and (line := _first_messages(file)):
+            why = f"{relative(file)}:{line} holds messages"
+    if plan.turns.environment in ("messages", "tools"):
+        why = f"turns.environment {plan.turns.environment} writes messages"
+    if why is None:
+        return None
+    return (
+        f"{relative(str(folder))} has no chat template, expected one; {why}, which it turns into "
+        "text. Put chat_template.jinja there, or use the tokenizer of an instruct model"
+    )
+
+
+def _first_messages(file: str) -> int | None:
+    """The first line with messages, of those that are looked at."""
+    for line, text in first_lines(file):
+        with suppress(Broken):
+            record = parse(text)
+            if isinstance(record, dict) and "messages" in record:
+                return line
+    return None
+
+
+def _json_lines(plan: Plan, key: str) -> str | None:
+    """The .jsonl file that `data.<key>` names; None: another kind, or none."""
+    name = getattr(plan.data, key)
+    if name is None or not name.endswith(".jsonl"):
+        return None
+    path = plan.resolve(name)
+    return path if os.path.isfile(path) and os.access(path, os.R_OK) else None
 
 
 @rule("data")

@@ -1,0 +1,54 @@
+"""Functions and classes of the user: they are there, as far as reading their files tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules._rule import Found, rule
+from pyrl_ext.plan.user_code import function_problem
+
+
+@rule("data.reward")
+def the_reward_is_there(plan: Plan) -> Found:
+    return _problem(plan, plan.data.reward)
+
+
+@rule("objective.loss")
+def the_loss_is_there(plan: Plan) -> Found:
+    return _problem(plan, plan.objective.loss)
+
+
+@rule("objective.advantage")
+def the_advantage_is_there(plan: Plan) -> Found:
+    return _problem(plan, plan.objective.advantage)
+
+
+@rule("turns.environment")
+def the_class_of_the_environment_is_there(plan: Plan) -> Found:
+    return _problem(plan, plan.turns.environment)
+
+
+@rule("turns.options")
+def what_built_in_environments_call_is_there(plan: Plan) -> Found:
+    if plan.turns.environment not in ("messages", "tools"):
+        return
+    for key in ("environment", "reward", "tools"):
+        for name in _names(plan.turns.options.get(key)):
+            if message := _problem(plan, name):
+                yield key, message
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The texts that an option of an environment holds."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str):
+            yield each
+
+
+def _problem(plan: Plan, name: str | None) -> str | None:
+    """Why the user's function called `name` cannot be imported; None: it can, or is built in."""
+    if name is None or not all(name.partition(":")):
+        return None
+    return function_problem(name, plan.resolve("."))
