@@ -56,7 +56,13 @@ _METRICS = (
     Metric("eval/<name>/pass@<id>_error", "1", "Standard error of pass@k, over prompts."),
     Metric("eval/<name>/truncated", "1", "Fraction of responses that ran out of room."),
     Metric("eval/<name>/response_len", "tokens", "Mean number of tokens of a response."),
-    Metric("eval/<name>/dropped", "1", "Fraction of prompts without a response.", (0, 0.5)),
+    Metric(
+        "eval/<name>/dropped",
+        "1",
+        "Fraction of prompts without a response.",
+        (0, 0.5),
+        problem="{share} of evaluated prompts dropped",
+    ),
     Metric(
         "eval_loss",
         "nat",

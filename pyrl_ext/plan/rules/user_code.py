@@ -15,6 +15,13 @@ def the_reward_is_there(plan: Plan) -> Found:
     return _problem(plan, plan.data.reward)
 
 
+@rule("evaluate.sets")
+def the_rewards_of_sets_are_there(plan: Plan) -> Found:
+    for name, chosen in plan.evaluate.sets.items():
+        if message := _problem(plan, chosen.reward):
+            yield f"{name}.reward", message
+
+
 @rule("objective.loss")
 def the_loss_is_there(plan: Plan) -> Found:
     return _problem(plan, plan.objective.loss)
