@@ -160,14 +160,41 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
     Raises: ConfigError listing the fields that differ between ``plan`` and the plan that wrote the
         checkpoint, and must not. ValueError on every rank, naming a damaged file.
     """
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+    counters = _verified(folder, parts, topo)
+    if counters["plan"] != plan.fingerprint:
+        plan.check_resumes(Plan.read(folder / PLAN))
+    _read(folder, parts)
+    return counters
 
+
+def load_weights(
+    folder: Path, parts: Sequence[SavedModule], topo: Topology, optimizer: bool
+) -> None:
+    """As `load`, for a run that starts from the checkpoint of another plan with the same model.
+
+    Args:
+        optimizer: with the optimizer state and its number of steps; otherwise the weights alone,
+            with the precision in which the optimizer steps them.
+
+    Raises: ValueError on every rank, naming a damaged file, or adapters of another base.
+    """
+    _verified(folder, parts, topo)
+    _read(folder, parts, optimizer)
+
+
+def _verified(folder: Path, parts: Sequence[SavedModule], topo: Topology) -> dict[str, Any]:
+    """The counters of ``folder``, once its files are verified and its base is that of ``parts``."""
     _verify(folder, topo)
     counters = read_counters(folder)
     _check_base(folder, counters.get("base"), _base(parts))
-    if counters["plan"] != plan.fingerprint:
-        plan.check_resumes(Plan.read(folder / PLAN))
+    return counters
+
+
+def _read(folder: Path, parts: Sequence[SavedModule], moments: bool = True) -> None:
+    """Load this rank's modules; without ``moments`` the optimizer's are those of step 0."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
     try:
         with quiet():
             models: dict[Any, Any] = {}
@@ -176,8 +203,8 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
             state: Any = dist_checkpointing.load({"models": models}, str(folder))
             for part in parts:
                 if part.optimizer is not None:
-                    step = state["optimizer"]["step"]
-                    load_state(part.optimizer, _models(part), folder, step)
+                    step = state["optimizer"]["step"] if moments else 0
+                    load_state(part.optimizer, _models(part), folder, step, moments)
     except (Exception, CheckpointException) as error:
         reason = f"{type(error).__name__}: {_last_line(error)}"
         raise ValueError(
@@ -192,7 +219,6 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
             loaded = state["models"][part.key(i)].items()
             tensors = {name.removeprefix(part.prefix): x for name, x in loaded}
             model.load_state_dict(tensors | without_states(model))
-    return counters
 
 
 def _base(parts: Sequence[SavedModule]) -> str | None:
@@ -278,6 +304,25 @@ def _numbered(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under ``folder``."""
     return next(reversed(whole(folder)), None)
+
+
+def find(path: Path) -> Path:
+    """The checkpoint folder ``path``, or the newest complete checkpoint of the run folder ``path``.
+
+    Raises: ValueError when there is none.
+    """
+    if (path / COUNTERS).is_file():
+        return path
+    if (newest := latest(path / "checkpoints")) is None:
+        kind = "holds no complete checkpoint" if path.is_dir() else "is not a folder"
+        hint = ""
+        if any(path.glob("*.safetensors")):
+            hint = ". It holds a Hugging Face model: name it as model.weights"
+        raise ValueError(
+            f"{path} {kind}, expected a run folder, such as runs/a, or a checkpoint folder, such "
+            f"as runs/a/checkpoints/step-50{hint}"
+        )
+    return newest
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -217,7 +217,7 @@ def _sharded(part: Any, models: dict) -> dict[int, dict[str, Any]]:
 
 
 @torch.no_grad()
-def load_state(optimizer: Any, models: dict, folder: Path, step: int) -> None:
+def load_state(optimizer: Any, models: dict, folder: Path, step: int, moments: bool = True) -> None:
     """Read the state that this rank steps, and no more, from a checkpoint of any layout.
 
     megatron-core 0.19.2 lets every rank read the whole of what its data-parallel group steps, 12
@@ -226,6 +226,7 @@ def load_state(optimizer: Any, models: dict, folder: Path, step: int) -> None:
     Args:
         models: as for `sharded_state`.
         step: number of finished steps.
+        moments: read the moments; otherwise only the weights that the optimizer steps.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -235,6 +236,8 @@ def load_state(optimizer: Any, models: dict, folder: Path, step: int) -> None:
         _set_step(part, step)
         for parameter, main, first in _places(part, models):
             for kind, tensor in _tensors(part, main).items():
+                if kind in MOMENTS and not moments:
+                    continue
                 key = f"optimizer.state.{kind}.{parameter.key}"
                 whole = torch.empty_like(parameter.data, device="meta")
                 state = replace(parameter, key=key, data=whole)

@@ -6,6 +6,7 @@ one `ConfigError` that lists every problem with its file and line.
 
 from pyrl_ext.plan.compile import compile_plan
 from pyrl_ext.plan.language.errors import ConfigError
-from pyrl_ext.plan.plan import Difference, Plan
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.resume import Difference
 
 __all__ = ["ConfigError", "Difference", "Plan", "compile_plan"]

@@ -35,8 +35,11 @@ def parse_plan(
         ranks: number of processes of the run; None: unknown
     """
     options = parser.parse_intermixed_args(arguments)
+    overrides = list(options.overrides)
+    if allowed := vars(options).get("allow"):  # an option of `pyrl train`
+        overrides.append(f"resume_allow=[{','.join(allowed)}]")
     try:
-        plan = compile_plan(options.config, options.overrides, ranks)
+        plan = compile_plan(options.config, overrides, ranks)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return options, None

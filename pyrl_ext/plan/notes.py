@@ -28,7 +28,10 @@ def notes(plan: Plan) -> tuple[str, ...]:
             "in place of its kernels" + (", and of its quantizers" if model.fp8 else "")
         )
     found += _placement(plan)
-    if model.weights is None:
+    if plan.init_from is not None:
+        also = " and optimizer state" if plan.init_optimizer else ""
+        found.append(f"init_from {plan.init_from}: a new run starts from the weights{also} there")
+    elif model.weights is None:
         found.append("model.weights is null: training starts from random weights")
     for key, name in (("tokenizer", model.tokenizer), ("weights", model.weights)):
         if name is not None and plan.is_hub_id(name):
@@ -45,6 +48,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
         found.append(
             "objective.kl_gradient is direct: the gradient of k3 itself descends the forward KL; "
             "reverse, the default, descends the KL that k3 estimates"
+        )
+    if objective.kl_coef and plan.init_from is not None and plan.lora is None:
+        start = "model.weights" if model.weights else "random weights (model.weights is null)"
+        found.append(
+            f"objective.kl_coef with init_from: the KL is to {start}, not to the weights that "
+            "training starts from"
         )
     if plan.rollout.oversample > 1:
         found.append(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -25,6 +25,7 @@ from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.model.units import DTYPE_BYTES
+from pyrl_ext.plan.resume import Difference, is_allowed, refusal
 from pyrl_ext.plan.schema import Config, Parallel
 from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
@@ -35,6 +36,7 @@ FREE_ON_RESUME = (
     "steps",
     "run",
     "resume",
+    "resume_allow",
     "log",
     "checkpoint",
     "evaluate",
@@ -73,17 +75,6 @@ FREE_ON_RESUME = (
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
-
-
-class Difference(NamedTuple):
-    """A field that two plans hold different values for."""
-
-    name: str
-    saved: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.name}: {show(self.now)} now, {show(self.saved)} in the saved plan"
 
 
 class Plan(Config):
@@ -415,11 +406,35 @@ class Plan(Config):
         found = (Difference(name, before.get(name), after.get(name)) for name in after | before)
         return tuple(each for each in found if each.saved != each.now)
 
-    def check_resumes(self, saved: Plan) -> None:
-        """Raise `ConfigError` where this plan would continue `saved` as a different run."""
-        advice = "expected the same to resume. Use another run folder to start afresh"
-        if changed := [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]:
-            raise ConfigError(changed)
+    def check_resumes(self, saved: Plan) -> tuple[Difference, ...]:
+        """What changes on request if this plan continues `saved`. Raises `ConfigError` with every
+        field that `resume_allow` does not name, or that can never change."""
+        found = self.diff(saved)
+        allow = self.resume_allow
+        if refused := [each for each in found if not is_allowed(each.name, allow)]:
+            raise ConfigError(Problem(self.source, 0, text) for text in refusal(refused, allow))
+        return found
+
+    def model_diff(self, other: Plan) -> tuple[Difference, ...]:
+        """Fields for which the weights of `other` are not weights of this plan's model."""
+        if self.model.family != other.model.family:  # then all sizes have other names
+            return (Difference("model.family", other.model.family, self.model.family),)
+        before = other._model()
+        after = self._model()
+        found = (Difference(name, before.get(name), after.get(name)) for name in after | before)
+        return tuple(each for each in found if each.saved != each.now)
+
+    def _model(self) -> dict[str, Any]:
+        """Values by dotted name of all that decides which tensors the model has and what they
+        compute."""
+        lora = self.lora.model_dump(exclude={"publish", "weights"}) if self.lora else None
+        tree = {
+            "model": {"mtp": self.model.mtp},
+            "hf": self.sizes.model_dump(exclude={"initializer_range"}),
+            "lora": lora,
+            "modules": {name: {"train": keys.train} for name, keys in self.modules.items()},
+        }
+        return flatten(tree, set())
 
 
 class PartialPlan(Plan):

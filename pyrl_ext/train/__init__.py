@@ -19,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    options, plan = parse_plan(plan_parser("pyrl_ext.train", __doc__), arguments, ranks or None)
+    parser = plan_parser("pyrl_ext.train", __doc__)
+    help_text = "keys that may change when the run is resumed: sets resume_allow"
+    parser.add_argument("--allow", action="append", metavar="KEY[,KEY...]", help=help_text)
+    options, plan = parse_plan(parser, arguments, ranks or None)
     if plan is None:
         return 2
     if problem := ranks_problem(plan, ranks or 1):

@@ -19,7 +19,9 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.atomic_write import write_text
 from pyrl_ext.parallel.topology import Topology
-from pyrl_ext.plan import Plan
+from pyrl_ext.plan import ConfigError, Difference, Plan
+from pyrl_ext.plan.changes import FILE, PlanChange, read_changes
+from pyrl_ext.plan.language.errors import Problem
 from pyrl_ext.rollout.recorded import Recorder, save_scores
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
@@ -29,8 +31,9 @@ class RunFolder:
     """The files of a run; only the main rank touches files other than checkpoints.
 
     ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/``, ``wandb/`` and
-    every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An
-    earlier run that ``resume=never`` replaced is in ``before-<n>/``.
+    every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end;
+    ``plan_changes.jsonl`` when a resume changed the plan or another run's weights were the start.
+    An earlier run that ``resume=never`` replaced is in ``before-<n>/``.
     """
 
     def __init__(self, plan: Plan, topo: Topology):
@@ -42,20 +45,44 @@ class RunFolder:
         self.terminal: TerminalSink | None = None
         self._recorder: Recorder | None = None
         self._saved_at: int | None = None
+        self._differences: tuple[Difference, ...] = ()
 
     def check(self) -> None:
         """Check that this plan may continue the run in the folder, before anything is built.
 
-        Raises: ConfigError when the folder holds a run of a plan that computes something else.
+        Raises: ConfigError when the folder holds a run of a plan that computes something else,
+            unless ``resume_allow`` names what differs, or when ``init_from`` holds another model.
             ValueError when it holds metrics but no checkpoint to resume from.
         """
-        if self.plan.resume == "never":
-            return
-        saved = self.path / "plan.json"
-        if saved.exists():
-            self.plan.check_resumes(Plan.read(saved))
-        if checkpoint.latest(self.checkpoints) is None:
+        if self.plan.resume != "never":
+            saved = self.path / "plan.json"
+            if saved.exists():
+                self._differences = self.plan.check_resumes(Plan.read(saved))
+            if checkpoint.latest(self.checkpoints) is not None:
+                return
             self._check_history()
+        if self.plan.init_from is not None:
+            self._check_start(self.plan.init_from)
+
+    def _check_start(self, init_from: str) -> None:
+        """Refuse to start from no checkpoint, one of this run, or one of another model."""
+        problems = list[str]()
+        try:
+            source = checkpoint.find(Path(init_from))
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            if source.resolve().parent == self.checkpoints.resolve():
+                problems.append(
+                    f"{source} is a checkpoint of this run, expected one of another run. Leave "
+                    "init_from out to resume, or set run to another folder"
+                )
+            differences = self.plan.model_diff(Plan.read(source / checkpoint.PLAN))
+            problems += [
+                f"{source} holds another model, expected the same; {each}" for each in differences
+            ]
+        if problems:
+            raise ConfigError(Problem(self.plan.source, 0, f"init_from: {x}") for x in problems)
 
     def _check_history(self) -> None:
         """Refuse metrics without a checkpoint: the run would start over and overwrite them."""
@@ -71,23 +98,33 @@ class RunFolder:
             )
 
     def resume(self, policy: Policy) -> None:
-        """Load the newest complete checkpoint, if any, and open the sinks at its step.
+        """Load the newest complete checkpoint, if any, or the one that ``init_from`` names, and
+        open the sinks at its step.
 
         Communicates: as `Policy.load`; a barrier where ``resume`` is ``never``.
         """
         if self.plan.resume == "never":
             self._set_aside()
         newest = checkpoint.latest(self.checkpoints)
+        change = None
         if newest is not None:
             policy.load(newest)
             self._saved_at = policy.step
+            if self._differences:
+                change = PlanChange.resume(policy.step, self._differences)
+        elif self.plan.init_from is not None:
+            source = checkpoint.find(Path(self.plan.init_from)).resolve()
+            policy.start_from(source, self.plan.init_optimizer)
+            change = PlanChange.start(source, self.plan.init_optimizer)
         if (folder := self.plan.rollout.record) is not None:
             self._recorder = Recorder(self.path / folder, self.topo, policy.step)
         if not self.topo.is_main:
             return
-        write_text(self.path / "plan.json", self.plan.to_json())
         if newest is not None:
             self._announce(newest, policy.step)
+        if change is not None:
+            self._record_change(change)
+        write_text(self.path / "plan.json", self.plan.to_json())
         lines = JsonlSink(self.path / "metrics.jsonl")
         lines.rewind(policy.step)
         self.sinks = [lines]
@@ -116,11 +153,20 @@ class RunFolder:
                 flush=True,
             )
 
+    def _record_change(self, change: PlanChange) -> None:
+        """Print a change of the plan, and append it to ``plan_changes.jsonl``."""
+        file = self.path / FILE
+        earlier = "".join(each.to_json() for each in read_changes(self.path))
+        write_text(file, earlier + change.to_json())
+        what = "changed on request" if change.init_from is None else "step 0 starts from"
+        print(f"{what}: {change.text} (recorded in {file})", flush=True)
+
     def _set_aside(self) -> None:
         """Move the files of an earlier run to ``before-<n>/``. Communicates: a barrier."""
         if self.topo.is_main:
             names = [
                 "plan.json",
+                FILE,
                 "metrics.jsonl",
                 "checkpoints",
                 "tensorboard",

@@ -182,6 +182,13 @@ class Policy:
         self.step = counters["step"]
         self.updates = counters["updates"]
 
+    def start_from(self, folder: Path, optimizer: bool) -> None:
+        """Take the weights that another run saved to ``folder``, under this or another layout; with
+        ``optimizer`` its optimizer state too. ``step`` and ``updates`` stay 0."""
+        self.need()
+        parts = [module.saved for module in self.modules.values()]
+        checkpoint.load_weights(folder, parts, self.topo, optimizer)
+
     # passes --------------------------------------------------------------------------------------
 
     def scores(self, shard: BatchShard, replay: bool = True) -> Scores:
@@ -257,7 +264,8 @@ class Policy:
         if not applied or not math.isfinite(norm):
             raise FloatingPointError(
                 f"Policy.update: the gradient norm of update {self.updates} is {norm}. Resume from "
-                "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"
+                "the last checkpoint: the same command with a lower optimizer.lr and --allow "
+                "optimizer.lr; or with objective.tis_cap and --allow objective.tis_cap"
             )
         self.updates += 1
         return {"grad_norm": norm, "lr": lr}

@@ -357,8 +357,8 @@ def test_check_resumes_names_what_may_not_change(small: Path):
     with pytest.raises(ConfigError) as caught:
         other.check_resumes(saved)
     assert str(caught.value).splitlines()[0] == (
-        f"{small}: seed: 7 now, 0 in the saved plan, expected the same to resume. "
-        "Use another run folder to start afresh"
+        f"{small}: seed: 7 now, 0 in the saved plan, expected the same to resume; "
+        "it orders the records and draws the samples of all steps"
     )
 
 

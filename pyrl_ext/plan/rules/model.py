@@ -34,7 +34,7 @@ def tokenizer_exists(plan: Plan) -> Found:
 
 # What a folder may hold instead of safetensors -> what that is, and what to do.
 OTHER_WEIGHTS = {
-    "*.distcp": ("a checkpoint of megatron-core", "Name its run folder as run to resume it"),
+    "*.distcp": ("a checkpoint of megatron-core", "Name its run folder as init_from"),
     "iter_*": ("a checkpoint of Megatron-LM", "Export it to safetensors with HF's names"),
     "pytorch_model*.bin": ("pickled weights, which may run code", "Save them as safetensors"),
 }

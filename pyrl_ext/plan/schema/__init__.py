@@ -294,6 +294,14 @@ class Config(Section):
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest whole checkpoint in the run folder; never: start over, and
     move what an earlier run wrote there into before-<n>/"""
+    resume_allow: list[Text] = Field(default=[])
+    """keys and sections that may change when the run is resumed, such as optimizer.lr; the option
+    --allow of the command sets it. Keys that would break the saved state are never accepted"""
+    init_from: Text | None = None
+    """run folder or checkpoint folder of another run, from whose weights this one starts at step 0,
+    relative to where the command is started; null: model.weights. A KL stays to model.weights"""
+    init_optimizer: bool = False
+    """start with the optimizer state of init_from, too; false: with none"""
     hardware: Hardware = Hardware()
     model: Model
     parallel: Parallel = Parallel()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyrl_ext.metrics.glossary import described
+from pyrl_ext.plan.changes import read_changes
 from pyrl_ext.tools.report.state import Folder, last_line
 
 # metrics that count what should be rare
@@ -48,6 +49,9 @@ def events(run: int, folder: Folder) -> list[ReportEvent]:
 
 
 def _files(run: int, folder: Folder) -> Iterator[ReportEvent]:
+    for change in read_changes(folder.path):
+        name = "plan changed" if change.init_from is None else "started from"
+        yield ReportEvent(run, change.step, name, f"{change.text} ({change.time})")
     for step, whole in folder.checkpoints.items():
         yield ReportEvent(
             run, step, "checkpoint", "whole" if whole else "without counters: not finished"
