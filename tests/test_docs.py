@@ -158,7 +158,7 @@ def test_docs_name_files_and_folders_that_exist(page: str):
         homes = (REPOSITORY, REPOSITORY / "pyrl_ext", REPOSITORY / "configs")
         written = {"plan.json", "metrics.jsonl", "report.png", "error.txt", "tensorboard/", "hf/"}
         written |= {"digests.json", "report.html", "report.csv", "trace/", "wandb/", "scores/"}
-        written |= {"eval/results.jsonl"}
+        written |= {"eval/results.jsonl", "plan_changes.jsonl"}
         of_an_operator = any(
             any((REPOSITORY / folder).glob(f"*/{name}")) for folder in ("csrc", "pyrl_ext/ops")
         )
