@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # pyright: ignore[reportPrivateUsage]
 
-from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.collective_errors import AgreedError, gather_objects
 from pyrl_ext.parallel.external_groups import own_address
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.waiting import stop_waits
@@ -61,6 +61,7 @@ class Heartbeat:
     Attributes:
         step: the step this rank is in; None during start-up. Set by the training loop.
         cause: what ended the run, once that is known.
+        advice: the last line if another rank ends this one. Set by the training loop.
     """
 
     def __init__(self, topo: Topology):
@@ -70,6 +71,7 @@ class Heartbeat:
         self._module = f"{' and '.join(names)}'s " if names else ""
         self.step: int | None = None
         self.cause: str | None = None
+        self.advice = ""
         self._phase: str | None = None
         self._error: str | None = None  # raised in the main thread
         self._suspects = False  # a collective failed somewhere, or SIGTERM came
@@ -250,6 +252,8 @@ class Heartbeat:
         stack = "".join(traceback.format_stack(frame)).rstrip()
         detail = f": {self._error}" if self._error else f"; its stack:\n{stack}"
         text = f"error: {self.cause}\n  rank {self.rank} ended in {self.place}{detail}"
+        if self.rank == 0 and self.advice:
+            text += f"\n{self.advice}"
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
         os._exit(1)
@@ -260,7 +264,8 @@ def heartbeats(topo: Topology) -> Generator[Heartbeat]:
     """Exchange heartbeats while the block runs; an error in it is reported to the other ranks.
 
     When another rank fails, dies, or hangs for ``SILENT`` seconds, the process exits with code 1
-    and the name of that rank; files stay as they are, as after a kill.
+    and the name of that rank; files stay as they are, as after a kill. An `AgreedError` is every
+    rank's, so nobody is named.
 
     Communicates: a gather of every rank's process over the world, and a barrier at the end;
         between them, by the store, a key that each rank writes and three that it reads a second.
@@ -270,6 +275,9 @@ def heartbeats(topo: Topology) -> Generator[Heartbeat]:
     try:
         yield heartbeat
         heartbeat.leave()
+    except AgreedError:
+        heartbeat.leave()
+        raise
     except BaseException as error:
         heartbeat.fail(error)
         raise

@@ -13,6 +13,7 @@ from itertools import chain
 import torch.distributed as dist
 
 from pyrl_ext.pack.index import sampled_tokens
+from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.user_code import describe
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, join_on_ranks, part_of
@@ -108,13 +109,11 @@ class AsyncRollouts:
 
         Communicates: as `generate_on_ranks`. Raises: as it does.
         """
-        self._first, self._next = step, max(step, self._next)
-        end = self._end(step)
-        for number in range(self._next, end):
-            self._begin(number, step)
-        self._next = max(self._next, end)
         numbers = [step - 1, step] if self.carries and step else [step]
-        requests = [self.request_of(number) for number in numbers]
+        with agreeing("AsyncRollouts.take", "steps", self.group) as doing:
+            doing.append(step)
+            self._begin_until(step)
+            requests = [self.request_of(number) for number in numbers]
         whole = replace(
             requests[-1], prompts=[*chain.from_iterable(each.prompts for each in requests)]
         )
@@ -158,6 +157,15 @@ class AsyncRollouts:
         end = time.monotonic() + _CLOSE_SECONDS  # of all threads together
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _begin_until(self, step: int) -> None:
+        """Begin ``step``, and those after it that may begin now."""
+        self._first = step
+        self._next = max(step, self._next)
+        end = self._end(step)
+        for number in range(self._next, end):
+            self._begin(number, step)
+        self._next = max(self._next, end)
 
     def _end(self, step: int) -> int:
         """The steps before this one begin now."""

@@ -100,9 +100,9 @@ def generate_on_ranks(
         holders: the ranks that hold the engine of this rank together; None: this rank alone
 
     Raises:
-        RuntimeError: on every rank if one rank failed, naming it and its error, if ranks got
-            different prompts or sampling, if the ranks of an engine got different samples, or if
-            too few trajectories are left
+        AgreedError: if one rank failed, naming it and its error, if ranks got different prompts or
+            sampling, if the ranks of an engine got different samples, or if too few trajectories
+            are left
 
     Communicates:
         group, all-gather of a line of text, and then of about 60 bytes a sample; with an

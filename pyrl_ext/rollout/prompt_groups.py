@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pyrl_ext.pack.index import sampled_tokens
+from pyrl_ext.parallel.collective_errors import AgreedError
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -61,13 +62,16 @@ Ask = Callable[[Engine, Sequence[Prompt], Sampling, Counts], Generator[EngineEve
 
 
 def need_share(counts: Mapping[str, float], least: float) -> None:
-    """Raises RuntimeError, with the number for each reason, if too few trajectories are left."""
+    """Check that enough trajectories of all ranks are left.
+
+    Raises: AgreedError with the number for each reason.
+    """
     dropped = {n.removeprefix("dropped/"): v for n, v in counts.items() if n[:8] == "dropped/"}
     begun = counts.get("begun", 0)
     lost = sum(dropped.values())
     if begun and begun - lost < least * begun:
         shown = ", ".join(f"{REASONS[why]} ({number:.0f})" for why, number in dropped.items())
-        raise RuntimeError(
+        raise AgreedError(
             f"generate_on_ranks: {begun - lost:.0f} of {begun:.0f} trajectories are left, expected "
             f"at least turns.min_share {least:g} of them; for the others: {shown}. The first of "
             "each kind is named above"

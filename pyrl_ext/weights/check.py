@@ -14,7 +14,7 @@ from pyrl_ext.metrics.glossary import GLOSSARY
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.buckets import Named, names_here, observed
-from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.collective_errors import AgreedError, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -236,8 +236,8 @@ def check_batch(
 
     Communicates: two numbers; before it raises, what ``find_mismatches`` does, and its results.
 
-    Raises: RuntimeError, the same on every rank: the mean difference, the largest one, and the
-        tensors that differ or, if none does, the first layer whose routers chose other experts.
+    Raises: AgreedError: the mean difference, the largest one, and the tensors that differ or, if
+        none does, the first layer whose routers chose other experts.
     """
     if limit is None:
         return
@@ -256,7 +256,7 @@ def check_batch(
         for rank, (_, problems) in enumerate(reports)
         for name, problem in problems.items()
     }
-    raise RuntimeError(
+    raise AgreedError(
         f"rollout.max_mismatch: step {step}: the mean log-prob difference between trainer and "
         f"engine is {mean:.3g}, expected at most {limit:g}; nothing was trained on this "
         f"batch. {largest}. {_cause(wrong, agreement)}"
