@@ -131,18 +131,10 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
     if topo.is_main:
         shutil.rmtree(writing, ignore_errors=True)
     folder = writing.with_suffix("")
-    goes_on = f"; {how_to_resume(folder.parent)}" if _number(folder) >= 0 else ""
     raise OSError(
         f"{folder} could not be written ({'; '.join(failed)}); the unfinished folder is deleted, "
-        f"what was there before is untouched. Make room for it{goes_on}"
+        "what was there before is untouched. Make room for it"
     ) from problem
-
-
-def how_to_resume(folder: Path) -> str:
-    """Say what the next start of a run does, from the checkpoints in ``folder``."""
-    if (newest := latest(folder)) is None:
-        return "there is no checkpoint yet: with resume=never the same command starts over"
-    return f"the same command resumes from {newest}"
 
 
 def _problems(problem: str | None, topo: Topology) -> list[str]:

@@ -89,8 +89,7 @@ class JsonlSink:
         except OSError as error:
             raise OSError(
                 f"{self.path}: step {row['step']} cannot be written ({error.strerror}), expected "
-                "space on its file system. Make room; the same command resumes from the newest "
-                "checkpoint, and with resume=never starts over where there is none"
+                "space on its file system. Make room"
             ) from error
         self._last_step = row["step"]
 

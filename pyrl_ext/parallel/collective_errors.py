@@ -61,8 +61,8 @@ def agree(
         what:   names what ``digest`` is of, for the message.
         group:  all ranks of the run; None = this process alone.
 
-    Raises: AgreedError naming the ranks and their errors; AgreedStop if a stop signal ended a wait of
-        one; in a single process the error itself.
+    Raises: AgreedError naming the ranks and their errors; AgreedStop if a stop signal ended a wait
+        of one; in a single process the error itself.
     Communicates: a line of text of every rank.
     """
     if group is None:

@@ -18,6 +18,7 @@ from pyrl_ext.metrics.wandb_sink import WandbSink
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.atomic_write import write_text
+from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import ConfigError, Difference, Plan
 from pyrl_ext.plan.changes import FILE, PlanChange, read_changes
@@ -34,6 +35,10 @@ class RunFolder:
     every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end;
     ``plan_changes.jsonl`` when a resume changed the plan or another run's weights were the start.
     An earlier run that ``resume=never`` replaced is in ``before-<n>/``.
+
+    Attributes:
+        saved_at: the step of the newest checkpoint; None: there is none.
+        save_failed: the last checkpoint could not be written.
     """
 
     def __init__(self, plan: Plan, topo: Topology):
@@ -44,21 +49,24 @@ class RunFolder:
         self.sinks: list[Sink] = []
         self.terminal: TerminalSink | None = None
         self._recorder: Recorder | None = None
-        self._saved_at: int | None = None
+        self.saved_at: int | None = None
+        self.save_failed = False
         self._differences: tuple[Difference, ...] = ()
 
     def check(self) -> None:
         """Check that this plan may continue the run in the folder, before anything is built.
+
+        A run that finished no step continues nothing: any plan may start in its folder.
 
         Raises: ConfigError when the folder holds a run of a plan that computes something else,
             unless ``resume_allow`` names what differs, or when ``init_from`` holds another model.
             ValueError when it holds metrics but no checkpoint to resume from.
         """
         if self.plan.resume != "never":
-            saved = self.path / "plan.json"
-            if saved.exists():
-                self._differences = self.plan.check_resumes(Plan.read(saved))
             if checkpoint.latest(self.checkpoints) is not None:
+                saved = self.path / "plan.json"
+                if saved.exists():
+                    self._differences = self.plan.check_resumes(Plan.read(saved))
                 return
             self._check_history()
         if self.plan.init_from is not None:
@@ -91,10 +99,9 @@ class RunFolder:
         if steps or damaged:
             held = f"metrics of {steps} steps" if steps else f"{damaged[-1].name} without counters"
             raise ValueError(
-                f"run folder {self.path}: holds {held} but no whole checkpoint, expected one to "
-                "resume from; starting over would overwrite them. Put the checkpoint back into "
-                f"{self.checkpoints}, or add resume=never to start over (what is there moves to "
-                "a folder before-<n>)"
+                f"run folder {self.path}: holds {held} but no whole checkpoint to resume from; add "
+                "resume=never to start over (what is there moves to before-<n>/), or put a "
+                f"checkpoint back into {self.checkpoints}"
             )
 
     def resume(self, policy: Policy) -> None:
@@ -109,7 +116,7 @@ class RunFolder:
         change = None
         if newest is not None:
             policy.load(newest)
-            self._saved_at = policy.step
+            self.saved_at = policy.step
             if self._differences:
                 change = PlanChange.resume(policy.step, self._differences)
         elif self.plan.init_from is not None:
@@ -198,9 +205,14 @@ class RunFolder:
         return {folder for folder in folders if folder}
 
     def write(self, row: Row) -> None:
-        """One step's metrics to every sink."""
-        for sink in self.sinks:
-            sink.write(row)
+        """One step's metrics to every sink.
+
+        Communicates: a line of every rank. Raises: on every rank, if a sink fails.
+        """
+        with agreeing(f"RunFolder.write({self.path})", "steps", self.topo.world) as doing:
+            doing.append(row["step"])
+            for sink in self.sinks:
+                sink.write(row)
 
     def note(self, text: str) -> None:
         """Show ``text`` in the live bar."""
@@ -233,18 +245,30 @@ class RunFolder:
     def record_scores(
         self, step: int, index: BatchIndex, shard: BatchShard, scores: Scores | None
     ) -> None:
-        """Save the trainer's log-probs of a step's rows next to the recorded samples."""
-        if self._recorder is not None and scores is not None:
-            where = self._recorder.folder, step, self.topo.rank
-            save_scores(*where, index, shard, scores.logprobs)
+        """Save the trainer's log-probs of a step's rows next to the recorded samples.
 
-    def save(self, policy: Policy) -> None:
-        """Save a checkpoint of ``policy.step`` unless it is saved; then prune older ones."""
-        if self._saved_at == policy.step:
+        Communicates: a line of every rank. Raises: on every rank, if one cannot write.
+        """
+        if self._recorder is None or scores is None:
             return
+        folder = self._recorder.folder
+        with agreeing(f"RunFolder.record_scores({folder})", "steps", self.topo.world) as doing:
+            doing.append(step)
+            save_scores(folder, step, self.topo.rank, index, shard, scores.logprobs)
+
+    def save(self, policy: Policy, prune: bool = True) -> None:
+        """Save a checkpoint of ``policy.step`` unless it is saved.
+
+        Args:
+            prune: delete all but the newest ones that the plan keeps.
+        """
+        if self.saved_at == policy.step:
+            return
+        self.save_failed = True
         policy.save(self.checkpoints / f"step-{policy.step}")
-        self._saved_at = policy.step
-        if self.topo.is_main:
+        self.save_failed = False
+        self.saved_at = policy.step
+        if prune and self.topo.is_main:
             checkpoint.prune(self.checkpoints, self.plan.checkpoint.keep)
 
     def due(self, policy: Policy) -> bool:
@@ -261,3 +285,17 @@ class RunFolder:
         """Print the tables and alarms of the whole run and draw its plot."""
         if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
             print_report([load_run(self.path)], self.path / "report.png")
+
+
+def next_start(plan: Plan) -> str:
+    """Say what the same command does next, from what the run folder holds."""
+    run = Path(plan.run)
+    command = "the same command"
+    if plan.resume == "never":
+        command += " without resume=never"
+    if (newest := checkpoint.latest(run / "checkpoints")) is not None:
+        return f"{command} resumes from {newest}"
+    metrics = run / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        return "there is no checkpoint: with resume=never the same command starts over"
+    return "no step is finished: the same command starts from the beginning"

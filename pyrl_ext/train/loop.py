@@ -25,6 +25,7 @@ from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.train.failure import report_failure, report_stop
 from pyrl_ext.train.folder import RunFolder
 from pyrl_ext.train.interrupt import Interrupt
+from pyrl_ext.train.last_step import LastStep
 from pyrl_ext.train.profile import peak_memory, profiled
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep, Step
@@ -50,34 +51,54 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
         if topo.is_main and policy.llm.optimizer is not None:
             print(f"optimizer: {name_of(policy.llm.optimizer)}", flush=True)
         run.resume(policy)
-        first = policy.step
-        for number in range(first, plan.steps):
-            heartbeat.step = number
-            with profiled(plan, topo.device, number), clock("time/step"):
-                row = {"step": number} | step.sync_weights(number, clock)
-                if plan.evaluate_every and number % plan.evaluate_every == 0:
-                    row |= step.evaluate(clock)
-                    run.record_evaluation(number, step.evaluated)
-                rollout = step.take(number, clock)
-                run.record(number, [*rollout.samples, *rollout.dropped])
-                row |= step.onload(clock)
-                shard = step.batch_of(rollout, clock)
-                index = rollout.index
-                check = number == first or plan.rollout.max_mismatch is not None
-                shard, old = step.score(shard, index, clock, check)
-                run.record_scores(number, index, shard, old)
-                row |= step.update(shard, clock)
-            policy.step = number + 1
-            row |= step.metrics(index, shard, old) | speed(clock, index)
-            run.write(row | peak_memory(topo.device))
-            stop = interrupt.agreed()
-            if stop or run.due(policy):
-                with clock("time/checkpoint"):  # counted in the next row
-                    run.save(policy)
-            if stop:
-                break
-        finish(step, run, clock)
+        last = LastStep(run, step)
+        with last.kept():
+            run_steps(step, run, clock, last, heartbeat, interrupt)
+            finish(step, run, clock)
     return policy.step >= plan.steps
+
+
+def run_steps(
+    step: Step,
+    run: RunFolder,
+    clock: Clock,
+    last: LastStep,
+    heartbeat: Heartbeat,
+    interrupt: Interrupt,
+) -> None:
+    """Train from the step where the policy stands to the plan's last one, or until Ctrl-C."""
+    plan = run.plan
+    topo = run.topo
+    policy = step.policy
+    first = policy.step
+    for number in range(first, plan.steps):
+        heartbeat.step = number
+        if topo.world is not None and topo.is_main:
+            heartbeat.advice = last.advice()
+        with profiled(plan, topo.device, number), clock("time/step"):
+            row = {"step": number} | step.sync_weights(number, clock)
+            if plan.evaluate_every and number % plan.evaluate_every == 0:
+                row |= step.evaluate(clock)
+                run.record_evaluation(number, step.evaluated)
+            rollout = step.take(number, clock)
+            run.record(number, [*rollout.samples, *rollout.dropped])
+            row |= step.onload(clock)
+            shard = step.batch_of(rollout, clock)
+            index = rollout.index
+            check = number == first or plan.rollout.max_mismatch is not None
+            shard, old = step.score(shard, index, clock, check)
+            run.record_scores(number, index, shard, old)
+            with last.updating():
+                row |= step.update(shard, clock)
+                policy.step = number + 1
+        row |= step.metrics(index, shard, old) | speed(clock, index)
+        run.write(row | peak_memory(topo.device))
+        stop = interrupt.agreed()
+        if stop or run.due(policy):
+            with clock("time/checkpoint"):  # counted in the next row
+                run.save(policy)
+        if stop:
+            break
 
 
 def build_step(plan: Plan, topo: Topology, show: Callable[[str], None] | None = None) -> Step:
@@ -136,7 +157,7 @@ def start(plan: Plan) -> int:
         print(error, file=sys.stderr)
         return 2
     except (KeyboardInterrupt, Stopped) as stop:
-        report_stop(run, stop)
+        report_stop(plan, stop)
         gc.freeze()  # the last collection of what was imported takes a second
         return STOPPED
     except BaseException as error:  # SystemExit of user code too: an unfinished run is no success

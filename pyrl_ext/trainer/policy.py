@@ -189,6 +189,14 @@ class Policy:
         parts = [module.saved for module in self.modules.values()]
         checkpoint.load_weights(folder, parts, self.topo, optimizer)
 
+    def need_finite(self) -> None:
+        """Check the weights of this rank. Raises: FloatingPointError naming one with NaN or
+        infinity."""
+        for module in self.modules.values():
+            for name, tensor in (module.weights() | module.factors()).items():
+                if not tensor.isfinite().all():
+                    raise FloatingPointError(f"{name} is not finite")
+
     # passes --------------------------------------------------------------------------------------
 
     def scores(self, shard: BatchShard, replay: bool = True) -> Scores:

@@ -64,6 +64,7 @@ class Step(ABC):
     weighed: Metrics = field(default_factory=dict[str, float], init=False)
     evaluated: dict[str, list[Sample]] = field(default_factory=dict[str, list[Sample]], init=False)
     """set of held-out prompts -> samples of this rank in the last evaluation"""
+    _closed: bool = field(default=False, init=False)
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -77,8 +78,18 @@ class Step(ABC):
 
     def close(self) -> None:
         """Stop the background work of the trainer."""
-        if self.engine is not None:
+        if self.engine is not None and not self._closed:
+            self._closed = True
             self.engine.close()
+
+    def recover(self) -> None:
+        """After a failure: stop the engine, and have the whole trainer on the device, to save it.
+
+        Raises: FloatingPointError as `Policy.need_finite`.
+        """
+        self.close()
+        self.policy.onload()
+        self.policy.need_finite()
 
     def sync_weights(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to whatever generates samples."""

@@ -11,7 +11,7 @@ from pyrl_ext import train
 from pyrl_ext.ops import _native
 from pyrl_ext.parallel.atomic_write import FolderError
 from pyrl_ext.train.failure import report_failure, report_stop
-from tests.helpers.tiny import CONFIG, QUICK
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -166,13 +166,20 @@ def test_report_failure_keeps_the_traceback_when_stderr_is_closed(tmp_path, monk
 
 
 def test_report_stop_names_the_checkpoint_or_says_that_there_is_none(tmp_path, capsys):
-    report_stop(tmp_path)
-    assert "no checkpoint yet: with resume=never" in capsys.readouterr().out
+    plan = tiny_plan(f"run={tmp_path}")
+    report_stop(plan)
+    start = "no step is finished: the same command starts from the beginning\n"
+    assert capsys.readouterr().out.endswith(start)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    report_stop(plan)
+    assert "there is no checkpoint: with resume=never" in capsys.readouterr().out
     checkpoint = tmp_path / "checkpoints/step-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "counters.json").touch()
-    report_stop(tmp_path)
+    report_stop(plan)
     assert capsys.readouterr().out.endswith(f"the same command resumes from {checkpoint}\n")
+    report_stop(tiny_plan(f"run={tmp_path}", "resume=never"))
+    assert "the same command without resume=never resumes" in capsys.readouterr().out
 
 
 def test_report_failure_shortens_and_escapes_a_message(tmp_path, capsys):
