@@ -263,6 +263,11 @@ _METRICS = (
         problem="{share} flat groups",
     ),
     Metric(
+        "rollout/flat_groups_kept",
+        "groups",
+        "Such groups that are trained on, because objective.dynamic_sampling found too few others.",
+    ),
+    Metric(
         "rollout/single_groups",
         "groups",
         "Groups of one trajectory, whose advantage is 0 wherever it compares with the group.",

@@ -52,6 +52,7 @@ FREE_ON_RESUME = (
     "kernels",
     "data.reward_timeout",
     "cp_cost",
+    "objective.dynamic_sampling_shortage",
     "rollout.gpus",
     "rollout.gpu_memory_utilization",
     "rollout.sleep",

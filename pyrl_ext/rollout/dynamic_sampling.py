@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.parallel.collective_errors import AgreedError
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.prompt_groups import Counts
@@ -49,7 +50,7 @@ def sample_groups(
         return generate(prompts, asked, show_round if show is not None and number else show)
 
     hold = plan.rollout.record is not None
-    return fill(ask, keep, rounds, plan.objective.dynamic_sampling_short, hold)
+    return fill(ask, keep, rounds, plan.objective.dynamic_sampling_shortage, hold)
 
 
 def stream_step(step: int, number: int, rounds: int) -> int:
@@ -62,7 +63,7 @@ def stream_step(step: int, number: int, rounds: int) -> int:
 
 
 def fill(
-    ask: Ask, keep: int, rounds: int, short: Literal["fail", "keep_flat"], hold: bool = False
+    ask: Ask, keep: int, rounds: int, shortage: Literal["keep_flat", "fail"], hold: bool = False
 ) -> tuple[RolloutSamples, dict[str, float]]:
     """``keep`` groups whose rewards are not all equal: the first ones, in the order of prompts.
 
@@ -73,16 +74,17 @@ def fill(
     Args:
         ask: groups of a round; ids of prompts are distinct over all rounds.
         rounds: most refills.
-        short: what happens where there are fewer such groups; keep_flat adds the first of the
+        shortage: what happens where there are fewer such groups; keep_flat adds the first of the
             others.
         hold: ``dropped`` of the result holds all other samples; else they are freed at once.
 
     Returns: the kept samples; and metrics.
-    Raises: RuntimeError on every rank, if there are too few and ``short`` is fail.
+    Raises: AgreedError if there are too few and ``shortage`` is fail.
     """
     drawn: list[RolloutSamples] = []
     varied: list[int] = []
     flat: list[int] = []
+    kept_flat: list[int] = []
     chosen: set[int] = set()
     missing = asked = keep
     while missing > 0 and len(drawn) <= rounds:
@@ -90,22 +92,23 @@ def fill(
         for group, equal in drawn[-1].index.flat_groups.items():
             (flat if equal else varied).append(group)
         missing = max(0, keep - len(varied))
-        chosen = {*varied[:keep], *(flat[:missing] if short == "keep_flat" else ())}
+        kept_flat = flat[:missing] if shortage == "keep_flat" else []
+        chosen = {*varied[:keep], *kept_flat}
         for each in () if hold else drawn:
             each.samples[:] = [s for s in each.samples if s.prompt_id in chosen]
         asked = min(keep, math.ceil(missing * (len(varied) + len(flat)) / max(1, len(varied))))
     if len(chosen) < keep:
-        raise RuntimeError(
+        raise AgreedError(
             f"dynamic sampling: {len(varied)} groups with unequal rewards and {len(flat)} with "
             f"equal ones after {rounds} refills, expected {keep} with unequal ones. Take prompts "
             "that are neither solved nor hopeless, raise objective.dynamic_sampling, or train on "
-            "the others too: objective.dynamic_sampling_short: keep_flat"
+            "the others too: objective.dynamic_sampling_shortage: keep_flat"
         )
-    return _joined(drawn, chosen, len(flat))
+    return _joined(drawn, chosen, len(flat), len(kept_flat))
 
 
 def _joined(
-    drawn: list[RolloutSamples], kept: set[int], flat: int
+    drawn: list[RolloutSamples], kept: set[int], flat: int, kept_flat: int
 ) -> tuple[RolloutSamples, dict[str, float]]:
     """The samples of ``kept`` groups out of all rounds, and metrics of those that were drawn."""
     order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
@@ -116,6 +119,7 @@ def _joined(
     whole = sum(int(each.sampled.sum()) for each in indices)
     metrics = {
         "rollout/flat_groups": flat / len(order),
+        "rollout/flat_groups_kept": kept_flat,
         "rollout/refills": len(drawn) - 1,
         "rollout/dropped_groups": len(order) - len(kept),
         "rollout/dropped_tokens": whole - int(index.sampled.sum()),

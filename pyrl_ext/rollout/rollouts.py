@@ -9,6 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from pyrl_ext.data.prompt_dataset import AnyReward, PromptDataset
+from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import engine_ranks
@@ -114,11 +115,11 @@ class Rollouts:
         sampling = sampling_of(plan, self.source, step)
         if plan.objective.dynamic_sampling:
             generate = partial(self._generate, sampling)
-            take = self.source.prompts.take
-            rollout, self.dropped = sample_groups(plan, step, take, generate, self.show)
+            rollout, self.dropped = sample_groups(plan, step, self._take, generate, self.show)
+            self._warn_of_shortage(step)
             self.dropped |= turn_metrics(rollout.counts)
             return rollout
-        prompts = self.source.prompts.take(step, plan.prompts_asked)
+        prompts = self._take(step, plan.prompts_asked)
         rollout = self._generate(sampling, prompts, keep, self.show)
         self.dropped = turn_metrics(rollout.counts)
         if len(prompts) > keep:
@@ -128,13 +129,34 @@ class Rollouts:
             }
         return rollout
 
+    def _take(self, step: int, count: int) -> Sequence[Prompt]:
+        """The prompts of a step. Raises: on every rank, if one cannot read them."""
+        with agreeing("Rollouts.train", "steps", self.group) as doing:
+            doing.append(step)
+            prompts = self.source.prompts.take(step, count)
+        return prompts
+
+    def _warn_of_shortage(self, step: int) -> None:
+        """Say that the step is trained on groups with equal rewards too."""
+        if not (kept := self.dropped["rollout/flat_groups_kept"]):
+            return
+        if self.group is None or self.group.rank() == 0:
+            all_groups = self.plan.batching.prompts
+            print(
+                f"step {step}: {all_groups - kept} of {all_groups} groups have unequal rewards "
+                f"after {self.dropped['rollout/refills']} refills; {kept} with equal ones are kept",
+                flush=True,
+            )
+
     def evaluate(self) -> tuple[dict[str, Evaluation], dict[str, list[Sample]]]:
         """Results of every set of held-out prompts, the same on every rank, and the samples that
         this rank owns."""
         results: dict[str, Evaluation] = {}
         samples: dict[str, list[Sample]] = {}
         chosen = self.plan.evaluate
-        for name, prompts in eval_sets(self.plan, self.source).items():
+        with agreeing("Rollouts.evaluate", "prompts", self.group):
+            sets = eval_sets(self.plan, self.source)
+        for name, prompts in sets.items():
             sampling = eval_sampling(self.plan, self.source, name)
             reward = self.source.sets[name].reward if name in self.source.sets else None
             rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0, reward)

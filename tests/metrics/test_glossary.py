@@ -29,6 +29,7 @@ ELSEWHERE = {
     "reward/kl",
     "reward/<name>",
     # next to rollout.oversample a rule refuses them: tests/rollout/test_dynamic_sampling.py
+    "rollout/flat_groups_kept",
     "rollout/refills",
     "rollout/dropped_groups",
     "rollout/dropped_tokens",

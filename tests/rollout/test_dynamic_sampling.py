@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from pyrl_ext import train
 from pyrl_ext.data.prompts import PromptSource
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.parallel.collective_errors import AgreedError
 from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.dynamic_sampling import fill, stream_step
 from pyrl_ext.rollout.recorded import load_samples
@@ -79,6 +81,7 @@ def test_fill_keeps_the_first_groups_with_unequal_rewards(flat: float, keep: int
             assert 1 <= stream.asked[number] <= keep
         assert metrics == {
             "rollout/flat_groups": (len(drawn) - len(varied(drawn))) / len(drawn),
+            "rollout/flat_groups_kept": 0,
             "rollout/refills": len(stream.asked) - 1,
             "rollout/dropped_groups": len(drawn) - keep,
             "rollout/dropped_tokens": sum(len(s.tokens) - s.prompt_len for s in lost),
@@ -102,13 +105,14 @@ def test_fill_ends_the_run_or_keeps_flat_groups_where_refills_do_not_suffice(hol
     for i in (2, 9):
         stream.groups[i] = group_of(i, [1.0, 0.0, 0.0])
     text = "2 groups with unequal rewards and 10 with equal ones after 2 refills, expected 4 with"
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(AgreedError, match=text):
         fill(stream.ask, 4, 2, "fail", hold)
     stream.asked.clear()
     got, metrics = fill(stream.ask, 4, 2, "keep_flat", hold)
     assert [*dict.fromkeys(got.index.groups.tolist())] == [0, 1, 2, 9]  # in the stream's order
     assert len(got.samples) == 12 and len(got.dropped) == (24 if hold else 0)
     assert metrics["rollout/refills"] == 2 and metrics["rollout/dropped_groups"] == 8
+    assert metrics["rollout/flat_groups_kept"] == 2
 
 
 def test_stream_step_gives_every_round_prompts_of_its_own():
@@ -129,9 +133,13 @@ COMMON = ("objective.dynamic_sampling=8", "batching.samples_per_prompt=2")
 RECORD = (*COMMON, "evaluate.every=2", "checkpoint.every=1", "rollout.record=rollouts")
 
 
-def run(folder: Path, *overrides: str) -> None:
+def start(folder: Path, *overrides: str) -> int:
     quick = [o for o in QUICK if o.split("=")[0] not in {o.split("=")[0] for o in overrides}]
-    assert train.main([str(CONFIG), f"run={folder}", *quick, *overrides]) == 0
+    return train.main([str(CONFIG), f"run={folder}", *quick, *overrides])
+
+
+def run(folder: Path, *overrides: str) -> None:
+    assert start(folder, *overrides) == 0
 
 
 def on_rank(_group: object, folder: Path, *overrides: str) -> None:
@@ -178,3 +186,43 @@ def test_train_with_refills_stops_resumes_spreads_and_plays_back_the_same(tmp_pa
     for one, again in zip(rows, numbers(tmp_path / "again"), strict=False):
         for name in ("reward", "loss", "grad_norm", "rollout/refills", "rollout/dropped_tokens"):
             assert again[name] == one[name], name
+
+
+EASY = (
+    "objective=dapo",
+    "objective.dynamic_sampling=2",
+    "data.task=null",
+    "data.task_options={}",
+    "data.prompts=data/arithmetic.jsonl",
+    f"data.reward={__name__}:easy",
+    "evaluate.every=0",
+    "steps=3",
+)
+
+
+def easy(prompt: object, text: str, tokens: list[int]) -> float:
+    """Rewards of the first step differ; later all prompts are solved."""
+    rows = Path(os.environ["EASY_RUN"], "metrics.jsonl").read_text()
+    return 1.0 if rows else float(len(text))
+
+
+def test_train_keeps_flat_groups_of_an_easy_set_unless_a_shortage_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("EASY_RUN", str(tmp_path / "kept"))
+    assert start(tmp_path / "kept", *EASY) == 0
+    rows = numbers(tmp_path / "kept")
+    assert [row["rollout/flat_groups_kept"] for row in rows] == [0, 4, 4]
+    shown = capsys.readouterr().out
+    line = "0 of 4 groups have unequal rewards after 2 refills; 4 with equal ones are kept\n"
+    assert "step 0: " not in shown
+    assert f"step 1: {line}" in shown
+    assert f"step 2: {line}" in shown
+
+    monkeypatch.setenv("EASY_RUN", str(tmp_path / "failed"))
+    assert start(tmp_path / "failed", *EASY, "objective.dynamic_sampling_shortage=fail") == 1
+    error = capsys.readouterr().err
+    assert "0 groups with unequal rewards and 12 with equal ones after 2 refills" in error
+    assert "the weights after step 1 are kept: the same command resumes from" in error
+    assert start(tmp_path / "failed", *EASY) == 0  # the option may change
+    assert numbers(tmp_path / "failed") == rows

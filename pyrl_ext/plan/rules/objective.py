@@ -35,7 +35,7 @@ def parts_are_read(plan: Plan) -> Found:
         "tis_floor": ("tis_cap", objective.tis_cap is not None),
         "reduction_constant": ("reduction: sequence_sum", objective.reduction == "sequence_sum"),
         "leave_one_out": ("advantage: grpo", objective.advantage == "grpo"),
-        "dynamic_sampling_short": ("dynamic_sampling", objective.dynamic_sampling > 0),
+        "dynamic_sampling_shortage": ("dynamic_sampling", objective.dynamic_sampling > 0),
     }
     for key, (reader, given) in needs.items():
         if changed(objective, key) and not given:

@@ -85,8 +85,9 @@ class Objective(Section):
     """responses cut off at the maximum length have no loss tokens; their rewards still count"""
     dynamic_sampling: Count = 0
     """most rounds of further prompts that replace groups with equal rewards; 0: no replacement"""
-    dynamic_sampling_short: Literal["fail", "keep_flat"] = "fail"
-    """if too few groups remain: stop the run; or train on groups with equal rewards too"""
+    dynamic_sampling_shortage: Literal["keep_flat", "fail"] = "keep_flat"
+    """if too few groups have unequal rewards after all rounds: train this step on groups with equal
+    rewards too; or stop the run"""
     advantage: Name = "grpo"
     """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function"""
     normalize_std: bool = True
