@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from pyrl_ext.parallel.launch import launched
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.ranks import ranks_problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold,
-    or not in this number of processes; 130: Ctrl-C."""
+    or not on this machine or in this number of processes; 130: Ctrl-C."""
     try:
         ranks = launched("WORLD_SIZE", 0)
     except ValueError as error:
@@ -25,9 +26,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, plan = parse_plan(parser, arguments, ranks or None)
     if plan is None:
         return 2
+    if plan.device == "cuda" and (problem := missing_gpu(plan, options.config)):
+        print(problem, file=sys.stderr)
+        return 2
     if problem := ranks_problem(plan, ranks or 1):
         print(f"{options.config}: {problem}", file=sys.stderr)
         return 2
     from pyrl_ext.train.loop import start  # brings torch and megatron-core
 
     return start(plan)
+
+
+def missing_gpu(plan: Plan, config: str) -> str | None:
+    """What to do where torch sees no GPU for a plan that needs one; None: it sees some."""
+    import torch  # takes seconds, which a plan for CPUs waits for later
+
+    if torch.cuda.is_available():
+        return None
+    wanted = f"{plan.world_size} x {plan.hardware.gpu or 'GPU'}"
+    processes = f"torchrun --nproc-per-node {plan.world_size} -m pyrl_ext.train"
+    if plan.world_size == 1:
+        processes = "pyrl train"
+    return (
+        f"{config}: device: cuda, {wanted} wanted, but torch sees no GPU on this machine.\n"
+        f"  To see what the run would need: pyrl plan {config}\n"
+        "  To try the trainer here: pyrl train configs/tiny.yaml, or, if the model is small, "
+        f"{processes} {config} device=cpu"
+    )

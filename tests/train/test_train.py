@@ -267,6 +267,20 @@ def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys, 
     assert not folder.exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+def test_main_says_on_one_message_what_to_do_without_a_gpu(tmp_path, capsys):
+    config = "configs/glm47.yaml"
+    assert train.main([str(ROOT / config), f"run={tmp_path / 'run'}"]) == 2
+    path = ROOT / config
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path}: device: cuda, 8 x H200 wanted, but torch sees no GPU on this machine.",
+        f"  To see what the run would need: pyrl plan {path}",
+        "  To try the trainer here: pyrl train configs/tiny.yaml, or, if the model is small, "
+        f"torchrun --nproc-per-node 8 -m pyrl_ext.train {path} device=cpu",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
 # prompts from a file ------------------------------------------------------------------------------
 
 FILE = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
