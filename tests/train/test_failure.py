@@ -167,18 +167,18 @@ def test_report_failure_keeps_the_traceback_when_stderr_is_closed(tmp_path, monk
 
 def test_report_stop_names_the_checkpoint_or_says_that_there_is_none(tmp_path, capsys):
     plan = tiny_plan(f"run={tmp_path}")
-    report_stop(plan)
+    report_stop(plan, KeyboardInterrupt())
     start = "no step is finished: the same command starts from the beginning\n"
     assert capsys.readouterr().out.endswith(start)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    report_stop(plan)
+    report_stop(plan, KeyboardInterrupt())
     assert "there is no checkpoint: with resume=never" in capsys.readouterr().out
     checkpoint = tmp_path / "checkpoints/step-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "counters.json").touch()
-    report_stop(plan)
+    report_stop(plan, KeyboardInterrupt())
     assert capsys.readouterr().out.endswith(f"the same command resumes from {checkpoint}\n")
-    report_stop(tiny_plan(f"run={tmp_path}", "resume=never"))
+    report_stop(tiny_plan(f"run={tmp_path}", "resume=never"), KeyboardInterrupt())
     assert "the same command without resume=never resumes" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
@@ -141,11 +142,11 @@ sys.exit(train.main(sys.argv[1:]))
         assert run.stopped_by(signal.SIGTERM) == -signal.SIGTERM
 
 
-def builds_late(path: str) -> Sleeper:
+def builds_late(path: str, build: type[Engine] = Sleeper) -> Engine:
     """An engine that is built once somebody writes to the named pipe."""
     with open(path) as gate:
         gate.read()
-    return Sleeper()
+    return build()
 
 
 def test_an_engine_in_another_process_is_said_to_start(
