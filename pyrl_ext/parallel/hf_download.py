@@ -45,7 +45,7 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
         return plan
     first = topo.rank - launched("LOCAL_RANK", 0)
     nodes = gather_objects((first, uuid.uuid4().hex), topo.world)
-    keys = {rank: f"hub/{nodes[0][1]}/{rank}" for rank in sorted({rank for rank, _ in nodes})}
+    keys = {rank: f"hub/{nodes[0][1]}/{rank}" for rank, _ in nodes}
     store = _get_default_store()
     if topo.rank == first:
         answer = _download(wanted, shown=topo.is_main and plan.log.progress)

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, RemoteDisconnected
 from urllib.parse import urlsplit
 
 import psutil
@@ -36,6 +36,8 @@ def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
         connection.request("GET", HEALTH)
         reply = connection.getresponse()
         return absence_of_status(address, reply.status, reply.read(1))
+    except RemoteDisconnected:
+        return Absence("the connection ended without an answer")
     except HTTPException:
         return absence_of_text(address)
     except OSError as error:

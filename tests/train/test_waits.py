@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -142,11 +142,11 @@ sys.exit(train.main(sys.argv[1:]))
         assert run.stopped_by(signal.SIGTERM) == -signal.SIGTERM
 
 
-def builds_late(path: str, build: type[Engine] = Sleeper) -> Engine:
+def builds_late(path: str, kind: Callable[[], Engine]) -> Engine:
     """An engine that is built once somebody writes to the named pipe."""
     with open(path) as gate:
         gate.read()
-    return build()
+    return kind()
 
 
 def test_an_engine_in_another_process_is_said_to_start(
@@ -169,7 +169,7 @@ def test_an_engine_in_another_process_is_said_to_start(
     with os.fdopen(writes, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", screen)
         log = tmp_path / "log"
-        engine = ProcessEngine(builds_late, (str(gate),), transport="shm", log=log)
+        engine = ProcessEngine(builds_late, (str(gate), Sleeper), transport="shm", log=log)
         try:
             assert engine.capabilities.routes is False
         finally:
