@@ -40,6 +40,24 @@ def test_example_compiles_and_names_code_that_a_run_accepts(config: Path):
     assert f"python -m pyrl_ext.train configs/examples/{config.name}" in config.read_text("utf-8")
 
 
+def test_quickstart_shows_a_config_of_at_most_eight_lines():
+    text = (REPOSITORY / "configs/examples/quickstart.yaml").read_text("utf-8")
+    keys = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(keys) <= 8
+    page = (REPOSITORY / "docs/quickstart.md").read_text("utf-8")
+    assert "```text\n" + "\n".join(keys) + "\n```\n" in page
+    plan = compile_plan(REPOSITORY / "configs/examples/quickstart.yaml")
+    model = plan.model
+    assert (model.family, model.config, model.tokenizer, model.weights) == (
+        "glm4_moe_lite", "../tiny/config.json", "../tiny", None,
+    )  # fmt: skip
+    assert (plan.run, plan.rollout.engine) == ("runs/quickstart", "hf")
+    assert {
+        "run is left out: runs/quickstart",
+        "rollout.engine is left out: hf, with device cpu",
+    } <= {*plan.notes}
+
+
 def test_page_of_examples_lists_every_config():
     folder = REPOSITORY / "configs"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")}

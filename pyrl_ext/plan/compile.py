@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
+from pyrl_ext.plan.language.defaults import fill
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key
 from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.language.kind import check_kind, required_keys
@@ -96,6 +97,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         raise ConfigError(source.problems)
     resolve(source)
     _leave_out_null_dp(source.tree)
+    fill(source)
     if isinstance(section := source.tree.get("objective"), dict):
         try:
             source.tree["objective"] = merged = with_preset(section)

@@ -49,6 +49,10 @@ def required_keys(tree: dict[str, Any], section: Key) -> list[str]:
     rollouts = has_rollouts(tree)
     keys = [name for name, field in fields_of(*section).items() if field.is_required()]
     keys += [key[-1] for key in REQUIRED[rollouts] if key[:-1] == section]
+    if section == ("model",):
+        keys = ["path, or family, config and tokenizer"]
+    if section == ("rollout",) and tree.get("device") == "cpu":
+        keys.remove("engine")  # it is filled in
     if section == ("data",) and rollouts:
         keys.append("task, or prompts and reward")
     return keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
-from pyrl_ext.plan.language.paths import refuse_pipe
+from pyrl_ext.plan.language.paths import path_beside, refuse_pipe
 from pyrl_ext.plan.shipped import hint
 
 _LONGEST = 4_000_000  # characters of a config
@@ -162,16 +163,44 @@ def _read_file(source: Source, child: Source | None = None) -> None:
     source.complete = True
     source.places[()] = Place(source.path, line)
     source.tree = _mapping(node, (), source)
-    _spread_short_forms(source.tree)
+    _spread_short_forms(source)
 
 
-def _spread_short_forms(tree: dict[str, Any]) -> None:
+def _spread_short_forms(source: Source) -> None:
     """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss,
-    `objective: dapo` for that preset."""
+    `objective: dapo` for that preset, `model.path` for what is in its folder."""
+    tree = source.tree
     if isinstance(on := tree.get("replay"), bool):
         tree["replay"] = {"old": on, "reference": on, "train": on}
     if isinstance(name := tree.get("objective"), str):
         tree["objective"] = {"loss" if name == "sft" or ":" in name else "preset": name}
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(path := model.get("path"), str) and path:
+        _spread_model_path(source, model, path)
+
+
+def _spread_model_path(source: Source, model: dict[str, Any], path: str) -> None:
+    """Put the keys that `model.path` stands for in its place, if its folder holds a model. Those
+    written next to it win; an override stands for all that no other override sets."""
+    at = ("model", "path")
+    config = os.path.join(path, "config.json")
+    file = path_beside(source.path, config)
+    try:
+        refuse_pipe(file)
+        with open(file, encoding="utf-8") as opened:
+            family = json.load(opened)["model_type"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return  # reported if nothing takes its place
+    model["path"] = None
+    values = {"family": family, "config": config, "tokenizer": path, "weights": path}
+    for name, value in values.items():
+        key = ("model", name)
+        if key in source.overrides or (at not in source.overrides and name in model):
+            continue
+        model[name] = value
+        source.places.pop(key, None)
+        if at in source.places and at not in source.overrides:
+            source.places[key] = source.places[at]
 
 
 def _extend(source: Source, chain: tuple[str, ...]) -> None:
@@ -326,4 +355,4 @@ def _override(source: Source, text: str) -> None:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None
     if isinstance(at, dict):
         at[key[-1]] = _value(node, key, source)
-        _spread_short_forms(source.tree)
+        _spread_short_forms(source)

@@ -47,6 +47,9 @@ class Model(Section):
         "nemotron_h",
     ]  # fmt: skip
     """architecture, HF's model_type; a class in plan/model/families/"""
+    path: File | None = None
+    """folder of a Hugging Face model, relative to this YAML file: stands for family, config,
+    tokenizer and weights, as far as they are not next to it; a plan names those instead"""
     config: File
     """HF config.json, relative to this YAML file"""
     tokenizer: Folder | None = None
@@ -120,7 +123,8 @@ class Rollout(Servers):
     """The engine that generates responses."""
 
     engine: Literal["hf", "recorded", "vllm"] | None = None
-    """hf: embedded, for small models; recorded: read from a file; vllm; null with objective: sft"""
+    """hf: embedded, for small models; recorded: read from a file; vllm; null with objective: sft;
+    left out with device cpu: hf"""
     dtype: Dtype | None = None
     """of the engine's weights; null: model.dtype"""
     tp: Positive = 1
@@ -290,7 +294,7 @@ class Config(Section):
     steps: Positive
     """steps of the run"""
     run: Text
-    """run folder, relative to where the command is started"""
+    """run folder, relative to where the command is started; left out: runs/<name of this file>"""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest whole checkpoint in the run folder; never: start over, and
     move what an earlier run wrote there into before-<n>/"""

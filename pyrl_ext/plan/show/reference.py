@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
+from pyrl_ext.plan.language.defaults import FILLED
 from pyrl_ext.plan.language.errors import Key, fields_of, kind_at, show
 from pyrl_ext.plan.language.fields import NO_BOUNDS, Section
 from pyrl_ext.plan.language.kind import REQUIRED
@@ -54,6 +55,8 @@ def _table(section: Key, fields: dict[str, FieldInfo]) -> Iterator[str]:
 
 def _default_of(field: FieldInfo, key: Key) -> str:
     """The default as it would be written."""
+    if key in FILLED:
+        return FILLED[key]
     if field.is_required():
         return "required"
     for rollouts, word in ((True, "with"), (False, "without")):

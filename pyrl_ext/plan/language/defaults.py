@@ -1,0 +1,38 @@
+"""Keys that follow from others where a file leaves them out; a plan notes each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pyrl_ext.plan.language.errors import Key, show
+from pyrl_ext.plan.language.kind import has_rollouts
+from pyrl_ext.plan.language.yaml_tree import Source
+
+FILLED: dict[Key, str] = {
+    ("run",): "runs/ and the file's name",
+    ("model", "family"): "of model.path",
+    ("model", "config"): "of model.path",
+    ("rollout", "engine"): "hf with device cpu",
+}
+"""Key -> what it is where it is left out, for the page of all keys."""
+
+
+def fill(source: Source) -> None:
+    """Set what follows from other keys and from the name of the file, with a note on each."""
+    tree = source.tree
+    name = Path(source.path).stem
+    if "run" not in tree and source.path.endswith((".yaml", ".yml")):
+        tree["run"] = f"runs/{name}"
+        source.notes.append(f"run is left out: runs/{name}")
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(path := model.get("path"), str):
+        rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
+        source.fail(("model", "path"), f"{show(path)}: no config.json with a model_type, {rule}")
+        stands_for = ("family", "config", "tokenizer", "weights")
+        source.failed |= {("model", key) for key in stands_for if key not in model}
+    rollout = tree.get("rollout")
+    if not isinstance(rollout, dict) or tree.get("device") != "cpu" or not has_rollouts(tree):
+        return
+    if "engine" not in rollout:
+        rollout["engine"] = "hf"
+        source.notes.append("rollout.engine is left out: hf, with device cpu")

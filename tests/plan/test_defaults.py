@@ -1,0 +1,74 @@
+"""Keys that follow from others: the model's folder, the run folder, the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.plan import compile_plan
+from tests.helpers.configs import SMALL, hf_of, problems_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`first.yaml` next to two model folders."""
+    for name, sizes in (("model", "tiny"), ("other", "tiny_qwen3")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(hf_of(sizes)))
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text("")
+    named = "{family: glm4_moe_lite, config: config.json, tokenizer: owner/name}"
+    text = SMALL.replace(named, "{path: model}").replace("run: runs/x\n", "")
+    (tmp_path / "first.yaml").write_text(text.replace("engine: hf, ", ""))
+    return tmp_path
+
+
+def model_of(path: Path, *overrides: str) -> tuple[str, str, str | None, str | None]:
+    model = compile_plan(path, overrides).model
+    assert model.path is None
+    return model.family, model.config, model.tokenizer, model.weights
+
+
+def test_compile_plan_takes_a_model_from_one_folder(folder: Path):
+    path = folder / "first.yaml"
+    assert model_of(path) == ("glm4_moe_lite", "model/config.json", "model", "model")
+    assert model_of(path, "model.weights=null")[2:] == ("model", None)
+    other = ("qwen3_moe", "other/config.json", "other", "other")
+    assert model_of(path, "model.path=other") == other
+    for order in (
+        ("model.path=other", "model.weights=null"),
+        ("model.weights=null", "model.path=other"),
+    ):
+        assert model_of(path, *order) == (*other[:3], None)
+
+
+def test_compile_plan_lays_a_folder_over_the_keys_of_a_parent(folder: Path):
+    (folder / "below").mkdir()
+    child = folder / "below/child.yaml"
+    child.write_text("extends: ../first.yaml\nmodel: {path: ../other}\n")
+    assert model_of(child) == ("qwen3_moe", "../other/config.json", "../other", "../other")
+    child.write_text("extends: ../first.yaml\nmodel: {tokenizer: owner/name}\n")
+    assert model_of(child) == ("glm4_moe_lite", "../model/config.json", "owner/name", "../model")
+
+
+def test_compile_plan_notes_what_it_fills_in(folder: Path):
+    plan = compile_plan(folder / "first.yaml")
+    assert (plan.run, plan.rollout.engine) == ("runs/first", "hf")
+    assert "run is left out: runs/first" in plan.notes
+    assert "rollout.engine is left out: hf, with device cpu" in plan.notes
+    (problem,) = problems_of(folder / "first.yaml", "device=cuda")
+    assert ": rollout.engine: missing, expected a value; hf: embedded" in problem
+
+
+def test_compile_plan_refuses_a_folder_without_a_model(folder: Path):
+    path = folder / "first.yaml"
+    rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
+    what = "'owner/name': no config.json with a model_type"
+    path.write_text(path.read_text().replace("{path: model}", "{path: owner/name}"))
+    assert problems_of(path) == [f"{path}:3: model.path: {what}, {rule}"]
+    override = "command line: model.path=owner/name"
+    assert problems_of(path, "model.path=owner/name") == [f"{override}: {what}, {rule}"]
+    (folder / "model/model.safetensors").unlink()
+    assert problems_of(path, "model.path=model")[0].startswith(f"{path}:3: model.weights: ")
