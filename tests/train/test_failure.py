@@ -68,7 +68,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     """Reward -> exit code and stderr of the training command with it."""
     folder = tmp_path_factory.mktemp("leaves")
     (folder / "leaves.py").write_text(LEAVES)
-    (folder / "leaves_at_import.py").write_text("import os\nos._exit(0)\n")
+    (folder / "leaves_at_import.py").write_text("import os\nos._exit(0)\ndef fn(*_): ...\n")
     data = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
     done = subprocess.run(
         [
@@ -191,5 +191,5 @@ def test_report_failure_shortens_and_escapes_a_message(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["abc", "", "-1"])
 def test_train_names_a_world_size_that_is_no_number(tmp_path, capsys, monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)
-    assert train.main([str(CONFIG), f"run={tmp_path}", *QUICK, "steps=1"]) == 1
+    assert train.main([str(CONFIG), f"run={tmp_path}", *QUICK, "steps=1"]) == 2
     assert f"WORLD_SIZE={text!r}, expected a number" in capsys.readouterr().err
