@@ -47,6 +47,7 @@ FREE_ON_RESUME = (
     "optimizer.distributed",
     "batching.tokens_per_microbatch",
     "model.backend",
+    "model.path",
     "model.recompute",
     "logprob",
     "kernels",

@@ -67,8 +67,9 @@ def test_build_source_lists_records_without_the_answer_that_the_reward_compares_
     tmp_path: Path,
 ):
     good = write_lines(tmp_path / "good.jsonl", *RECORDS)
-    bad = write_lines(tmp_path / "bad.jsonl", *RECORDS, {"prompt": "2+2="})
-    message = r"bad.jsonl:10: no answer, expected a number as answer; data.reward compares with it"
+    # the plan looks at the first hundred itself
+    bad = write_lines(tmp_path / "bad.jsonl", *RECORDS * 12, {"prompt": "2+2="})
+    message = r"bad.jsonl:109: no answer, expected a number as answer; data.reward compares with it"
     with pytest.raises(DataError, match=message):
         build_source(plan_of(bad))
     with pytest.raises(DataError, match=message):

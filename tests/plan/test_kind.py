@@ -50,7 +50,7 @@ def test_compile_plan_takes_objective_sft_for_its_loss(tmp_path: Path):
 
 
 def test_compile_plan_gives_a_loss_of_the_user_over_records_no_rollouts():
-    plan = sft("objective=my.losses:smooth")
+    plan = sft("objective=configs.examples.loss:tapered")
     assert not plan.has_rollouts and not plan.replay.enabled
     found = problems_of(SFT, "objective=grpo")
     assert any("only a run without rollouts (objective: sft) reads it" in line for line in found)
