@@ -47,7 +47,7 @@ def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
 
 
 def absence_of_status(address: str, status: int, body: bytes) -> Absence | None:
-    """What an answer on /health says. Engines answer 200 and no body, or 503 if they fail."""
+    """The meaning of an answer on /health. Engines answer 200 and no body, or 503 if they fail."""
     if status == 200 and not body:
         return None
     if status >= 500:
@@ -57,7 +57,7 @@ def absence_of_status(address: str, status: int, body: bytes) -> Absence | None:
 
 
 def absence_of_text(address: str) -> Absence:
-    """What an answer says that is not HTTP."""
+    """The meaning of an answer that is not HTTP."""
     return _taken(address, f"{HEALTH} has no HTTP answer: another program, no engine")
 
 

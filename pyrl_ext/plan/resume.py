@@ -1,7 +1,7 @@
 """Keys that a resumed run may change on request (`resume_allow`), and those that it never may.
 
 Keys in neither table are in `FREE_ON_RESUME`: they may always change. The entry that is nearest to
-a key decides, so that a section stands for all its keys but those listed apart.
+a key decides, so that a section stands for all its keys but those that are listed separately.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ def _spread_model_path(source: Source, model: dict[str, Any], path: str) -> None
 
 
 def _extend(source: Source, chain: tuple[str, ...]) -> None:
-    """Put what the parent files say, and their parents, below what `source` says; a later parent
-    above an earlier one."""
+    """Add the keys of the parent files, and of their parents, that `source` does not set; a later
+    parent wins over an earlier one."""
     written = source.tree.pop("extends", None)
     if written is None:
         return
@@ -247,7 +247,7 @@ def _read_parent(source: Source, name: str, chain: tuple[str, ...]) -> Source | 
 
 
 def _lay_below(source: Source, parent: Source) -> None:
-    """Put what `parent` says below what `source` says."""
+    """Add the keys of `parent` that `source` does not set."""
     replaced: set[Key] = set(source.overrides)
     source.tree = _merge(parent.tree, source.tree, (), replaced)
     kept = {
