@@ -28,7 +28,7 @@ COMMANDS = {
         "pyrl_ext.tools.report.__main__",
         "print the table of a run and draw its curves; write its page",
     ),
-    "eval": ("pyrl_ext.tools.evaluate", "score responses of trained weights to held-out prompts"),
+    "eval": ("pyrl_ext.tools.eval", "score responses of trained weights to held-out prompts"),
     "configs": ("pyrl_ext.tools.configs", "list the configs of this package, or copy one"),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "doctor": (

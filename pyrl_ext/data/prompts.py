@@ -87,9 +87,11 @@ class PromptSource:
         if held_out is None:
             train, held_out = _split(train)
         if not train or not held_out:
+            different = len({_content(p) for p in prompts})
             raise ValueError(
-                f"PromptSource: {len(train)} prompts to train on and {len(held_out)} held out, "
-                "expected at least one of each; give more prompts or an evaluation file"
+                f"PromptSource: {len(prompts)} prompts, {different} of them different: "
+                f"{len(train)} to train on and {len(held_out)} held out, expected at least one of "
+                "each. Give more prompts, or data.eval_prompts"
             )
         self.prompts = train
         self._epochs = Epochs(len(train), seed, shuffle)

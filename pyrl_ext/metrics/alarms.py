@@ -47,8 +47,8 @@ class Alarm:
     Args:
         level: the worst that it reached, "warn" or "alarm".
         still: True if it is outside in the last step, too.
-        steps: number of steps outside.
-        last: last step outside.
+        steps: number of steps at that level.
+        last: last step at that level.
         problem: its worst value in plain words, such as "100 % truncated".
         kind: equal for metrics that tell of the same problem.
         words: the alarm as a sentence without the name.
@@ -86,10 +86,10 @@ def worst_of(found: Sequence[Alarm]) -> list[Alarm]:
 def _alarm(name: str, steps: np.ndarray, values: np.ndarray) -> Alarm | None:
     metric = described(name)
     levels = [metric.level(value) for value in values.tolist()]
-    outside = np.flatnonzero([level != "ok" for level in levels])
-    if not len(outside):
+    level = next((level for level in ("alarm", "warn") if level in levels), None)
+    if level is None:
         return None
-    level = "alarm" if "alarm" in levels else "warn"
+    outside = np.flatnonzero([each == level for each in levels])
     rising = metric.band is None or metric.band[1] > metric.band[0]
     size = np.where(np.isfinite(values), values if rising else -values, np.inf)
     worst = int(size.argmax())

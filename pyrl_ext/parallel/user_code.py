@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
 _SHOWN = 500  # characters of an error that user code raised
+
+
+def find_modules_in(folder: str) -> None:
+    """Import modules of ``folder``, too, where no other place has one of that name."""
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def printable(text: str, limit: int = _SHOWN) -> str:

@@ -14,6 +14,17 @@ LOOKED_AT = 100  # first records that a plan looks at
 _LONGEST = 1_000_000  # bytes of a record that a plan reads
 
 
+_KINDS = {
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    type(None): "null",
+}
+"""Values of JSON other than objects."""
+
+
 class Broken(Exception):
     """One record cannot be used: (what, expected rule)."""
 
@@ -57,7 +68,7 @@ def check_fields(record: Any, rollouts: bool) -> dict[str, Any]:
     Raises: Broken.
     """
     if not isinstance(record, dict):
-        raise Broken(f"a {type(record).__name__}", "a JSON object")
+        raise Broken(f"{_KINDS[type(record)]}", "a JSON object")
     fields: dict[str, Any] = record
     other = "prompt" if rollouts else "tokens"
     if (other in fields) == ("messages" in fields):

@@ -94,6 +94,8 @@ def _list() -> None:
 
 
 def _copy(name: str, folder: Path) -> int:
+    if name not in config_names() and f"examples/{name}" in config_names():
+        name = f"examples/{name}"
     if name not in config_names():
         near = difflib.get_close_matches(name, config_names(), n=1)
         meant = f"Did you mean {near[0]}?" if near else "`pyrl configs` lists them"

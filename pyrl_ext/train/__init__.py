@@ -44,12 +44,9 @@ def missing_gpu(plan: Plan, config: str) -> str | None:
     if torch.cuda.is_available():
         return None
     wanted = f"{plan.world_size} x {plan.hardware.gpu or 'GPU'}"
-    processes = f"torchrun --nproc-per-node {plan.world_size} -m pyrl_ext.train"
-    if plan.world_size == 1:
-        processes = "pyrl train"
     return (
         f"{config}: device: cuda, {wanted} wanted, but torch sees no GPU on this machine.\n"
         f"  To see what the run would need: pyrl plan {config}\n"
-        "  To try the trainer here: pyrl train configs/tiny.yaml, or, if the model is small, "
-        f"{processes} {config} device=cpu"
+        "  To try the trainer on this machine: pyrl configs --copy tiny, then "
+        "pyrl train configs/tiny.yaml"
     )

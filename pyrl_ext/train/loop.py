@@ -20,6 +20,7 @@ from pyrl_ext.parallel.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.parallel.user_code import find_modules_in
 from pyrl_ext.parallel.waiting import Stopped
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.train.failure import report_failure, report_stop
@@ -137,8 +138,7 @@ def start(plan: Plan) -> int:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
-    if (folder := plan.resolve(".")) not in sys.path:
-        sys.path.append(folder)  # a config may name functions next to it
+    find_modules_in(plan.resolve("."))  # a config may name functions next to it
     run = Path(plan.run)
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a crash of native code prints the Python stack

@@ -233,5 +233,7 @@ def test_prompt_source_trains_on_all_prompts_beside_an_evaluation_file():
 
 
 def test_prompt_source_needs_a_prompt_to_train_on():
-    with pytest.raises(ValueError, match="0 prompts to train on and 1 held out"):
+    with pytest.raises(
+        ValueError, match="1 prompts, 1 of them different: 0 to train on and 1 held out"
+    ):
         PromptSource(numbered_prompts(1))

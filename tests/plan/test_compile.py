@@ -321,7 +321,7 @@ def test_plan_refuses_assignment(small: Path):
 def test_plan_paths_of_local_folders_are_absolute(small: Path, tmp_path: Path):
     (tmp_path / "words").mkdir()
     (tmp_path / "words/tokenizer.json").write_text("{}")
-    (tmp_path / "numbers.jsonl").write_text("")
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+2="}')
     path = tmp_path / "x.yaml"
     text = SMALL.replace("config.json", str(TINY)).replace("owner/name", "words")
     path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: json:loads"))

@@ -108,7 +108,7 @@ def test_resolve_starts_paths_where_they_are_written(folder: Path):
     (folder / "base/words").mkdir(exist_ok=True)
     (folder / "base/words/tokenizer.json").write_text("{}")
     for place in ("base/a.jsonl", "b.jsonl"):
-        (folder / place).write_text("")
+        (folder / place).write_text('{"prompt": "a"}')
     written(
         folder,
         "extends: base.yaml\nmodel: {tokenizer: words}\n"

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from pyrl_ext.metrics.history import load_run
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Prompt
-from pyrl_ext.tools import evaluate, export
+from pyrl_ext.tools import eval as evaluate
+from pyrl_ext.tools import export
+from pyrl_ext.tools.evaluation import RESULTS
 from tests.helpers.hosts import TORCHRUN
 from tests.helpers.ranks import DEADLINE
 from tests.helpers.run_pages import page_of
@@ -56,7 +59,7 @@ def trained(tmp_path_factory) -> Path:
 
 def last(folder: Path) -> dict:
     """The sets of the newest call of `pyrl eval`."""
-    return json.loads((folder / evaluate.RESULTS).read_text().splitlines()[-1])["sets"]
+    return json.loads((folder / RESULTS).read_text().splitlines()[-1])["sets"]
 
 
 def own(run: Path) -> dict[str, float]:
@@ -136,10 +139,32 @@ def test_eval_of_an_adapter_gives_the_numbers_of_the_run(tmp_path):
 
 
 def test_eval_on_two_ranks_gives_the_numbers_of_one(trained, tmp_path):
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pyrl_ext.tools.evaluate"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pyrl_ext.tools.eval"]
     arguments = [str(trained), "parallel.dp=2", "--out", str(tmp_path)]
     subprocess.run([*command, *arguments], check=True, timeout=DEADLINE)
     assert_equal(last(tmp_path), own(trained))
+
+
+def test_eval_finds_a_reward_next_to_the_config(tmp_path):
+    (tmp_path / "long_enough.py").write_text(
+        "def fn(prompt, text, tokens):\n    return len(tokens)\n"
+    )
+    data = f"data: {{task: null, task_options: {{}}, prompts: {sums_file(tmp_path).name}, "
+    data += "reward: 'long_enough:fn'}\n"
+    (tmp_path / "mine.yaml").write_text(f"extends: {CONFIG}\n{data}")
+    commands = (
+        ["pyrl_ext.train", "mine.yaml", "run=run", *QUICK, "steps=1", "batching.prompts=2"],
+        ["pyrl_ext.tools.eval", "run"],
+    )
+    for command in commands:  # in processes of their own, which have not found the module yet
+        subprocess.run([sys.executable, "-m", *command], check=True, timeout=DEADLINE, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-m", "pyrl_ext.tools.eval", str(tmp_path / "run")],
+        check=True,
+        timeout=DEADLINE,
+        cwd="/",
+    )
+    assert last(tmp_path / "run/eval")["held_out"]["reward"]["mean"] >= 1
 
 
 def test_eval_says_what_it_needs(trained, tmp_path, capsys):

@@ -77,23 +77,38 @@ def a_timeout_has_a_reward_function(plan: Plan) -> Found:
 
 @rule("data")
 def first_records_have_their_fields(plan: Plan) -> Found:
-    reward = plan.data.reward
     for key in ("prompts", "eval_prompts", "path"):
-        file = _json_lines(plan, key)
-        if file is None:
-            continue
-        mistakes = Mistakes()
-        looked_at = 0
-        for line, text in first_lines(file):
-            looked_at += 1
-            try:
-                record = check_fields(parse(text), rollouts=key != "path")
-                if key != "path" and reward in _COMPARE and record.get("answer") is None:
-                    raise Broken("no answer", f"one; data.reward {reward} compares with it")
-            except Broken as broken:
-                mistakes.add(line, f"{relative(file)}:{line}", str(broken))
-        for message in mistakes.lines(f"the first {looked_at} records"):
+        reward = None if key == "path" else plan.data.reward
+        for message in _mistakes(plan, getattr(plan.data, key), reward, key != "path"):
             yield key, message
+
+
+@rule("evaluate.sets")
+def first_records_of_sets_have_their_fields(plan: Plan) -> Found:
+    for name, chosen in plan.evaluate.sets.items():
+        reward = plan.data.reward if chosen.reward is None else chosen.reward
+        for message in _mistakes(plan, chosen.file, reward, True):
+            yield f"{name}.file", message
+
+
+def _mistakes(plan: Plan, name: str | None, reward: str | None, rollouts: bool) -> list[str]:
+    """The mistakes in the first records of the .jsonl file `name`."""
+    file = _json_lines(plan, name)
+    if file is None:
+        return []
+    mistakes = Mistakes()
+    looked_at = 0
+    for line, text in first_lines(file):
+        looked_at += 1
+        try:
+            record = check_fields(parse(text), rollouts)
+            if reward in _COMPARE and record.get("answer") is None:
+                raise Broken("no answer", f"one; the reward {reward} compares with it")
+        except Broken as broken:
+            mistakes.add(line, f"{relative(file)}:{line}", str(broken))
+    if not looked_at:
+        return [f"{relative(file)}: no records, expected at least one"]
+    return mistakes.lines(f"the first {looked_at} records")
 
 
 @rule("model.tokenizer")
@@ -106,7 +121,7 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
         return None
     why = None
     for key in ("path", "eval_prompts", "prompts"):
-        if (file := _json_lines(plan, key)) and (line := _first_messages(file)):
+        if (file := _json_lines(plan, getattr(plan.data, key))) and (line := _first_messages(file)):
             why = f"{relative(file)}:{line} holds messages"
     if plan.turns.environment in ("messages", "tools"):
         why = f"turns.environment {plan.turns.environment} writes messages"
@@ -128,9 +143,8 @@ def _first_messages(file: str) -> int | None:
     return None
 
 
-def _json_lines(plan: Plan, key: str) -> str | None:
-    """The .jsonl file that `data.<key>` names; None: another kind, or none."""
-    name = getattr(plan.data, key)
+def _json_lines(plan: Plan, name: str | None) -> str | None:
+    """The path of the .jsonl file `name`; None: another kind, or none."""
     if name is None or not name.endswith(".jsonl"):
         return None
     path = plan.resolve(name)

@@ -65,7 +65,8 @@ def sets_can_be_read(plan: Plan) -> Found:
     for name, each in plan.evaluate.sets.items():
         key = f"sets.{name}"
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name == HELD_OUT:
-            yield key, f"expected a name of letters, digits, _, . and -, and not {HELD_OUT}"
+            rule_ = f"expected letters, digits, _, . and -, and not {HELD_OUT}"
+            yield "sets", f"{name!r} as the name of a set, {rule_}"
             continue
         path = plan.resolve(each.file)
         if not path.endswith((".jsonl", ".parquet")):

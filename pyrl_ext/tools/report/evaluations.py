@@ -64,7 +64,8 @@ def _shown(run: int, row: dict[str, Any], name: str, result: dict[str, Any]) -> 
 
 
 def _estimate(found: dict[str, float | None]) -> str:
-    return f"{_number(found['mean'], '.3f')} ± {_number(found['error'], '.3f')}"
+    error = "" if found["error"] is None else f" ± {found['error']:.3f}"
+    return _number(found["mean"], ".3f") + error
 
 
 def _number(value: float | None, form: str) -> str:

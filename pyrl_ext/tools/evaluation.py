@@ -1,16 +1,12 @@
-"""``pyrl eval TARGET``: answer held-out prompts with trained weights, and score the responses.
-
-TARGET is a run folder, a checkpoint of one, a Hugging Face folder or an exported adapter. Prompts,
-rewards and sampling are those of the run; for the last two, those of ``--config``. One process
-computes everything unless ``parallel`` is overridden, under torchrun as in training.
-"""
+"""The work of ``pyrl eval``: its target, the plan that follows, and the table of results."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,8 +20,8 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.user_code import find_modules_in
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
-from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import changed_plan
 from pyrl_ext.rollout.evaluation import Estimate, Evaluation
 from pyrl_ext.rollout.recorded import Recorder
@@ -178,31 +174,19 @@ def table(results: Mapping[str, Evaluation]) -> Table:
 
 
 def _shown(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f} ± {estimate.error:.3f}"
+    error = "" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}"
+    return f"{estimate.mean:.3f}{error}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: evaluated; 1: failed, with the reason; 2: the plan does not hold."""
-    parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.evaluate"), description=__doc__)
-    parser.add_argument("target", type=Path, help="run, checkpoint, model or adapter folder")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
-    parser.add_argument("--config", type=Path, help="YAML file, for a model or adapter folder")
-    parser.add_argument("--step", type=int, help="of the run's checkpoint; the newest if left out")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=FILE", help="another set of prompts"
-    )
-    parser.add_argument("--samples", "--n", type=int, help="responses for each prompt")
-    parser.add_argument("--temperature", type=float, help="0: greedy")
-    parser.add_argument("--pass-k", metavar="K,...", help="k of pass@k, such as 1,8")
-    parser.add_argument("--prompts", type=int, help="most held-out prompts")
-    parser.add_argument("--out", type=Path, help="folder of results; eval/ in the run folder")
-    options = parser.parse_intermixed_args(arguments)
+def run(options: argparse.Namespace) -> int:
+    """Evaluate what the options of the command say; returns its exit code."""
     try:
         target = target_of(options.target, options.step, options.config)
         out = options.out or target.out
         plan = plan_of(target, out.resolve(), options)
         if plan.unsupported:
             raise ValueError("\n".join(plan.unsupported))
+        find_modules_in(plan.resolve("."))
         results = evaluate(plan, target.saved, out)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -215,7 +199,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(width=None if sys.stdout.isatty() else 160).print(table(results))
         print(f"results: {out / RESULTS}; samples: a folder for each set next to it")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
