@@ -146,25 +146,20 @@ def test_eval_on_two_ranks_gives_the_numbers_of_one(trained, tmp_path):
 
 
 def test_eval_finds_a_reward_next_to_the_config(tmp_path):
-    (tmp_path / "long_enough.py").write_text(
-        "def fn(prompt, text, tokens):\n    return len(tokens)\n"
-    )
-    data = f"data: {{task: null, task_options: {{}}, prompts: {sums_file(tmp_path).name}, "
-    data += "reward: 'long_enough:fn'}\n"
-    (tmp_path / "mine.yaml").write_text(f"extends: {CONFIG}\n{data}")
+    code = "def fn(prompt, text, tokens):\n    return len(tokens)\n"
+    (tmp_path / "long_enough.py").write_text(code)
+    config = tmp_path / "mine.yaml"
+    data = f"prompts: {sums_file(tmp_path).name}, reward: 'long_enough:fn'"
+    config.write_text(f"extends: {CONFIG}\ndata: {{task: null, task_options: {{}}, {data}}}\n")
+    quick = [each.replace("prompts=4", "prompts=2") for each in QUICK]
+    run = tmp_path / "run"
     commands = (
-        ["pyrl_ext.train", "mine.yaml", "run=run", *QUICK, "steps=1", "batching.prompts=2"],
-        ["pyrl_ext.tools.eval", "run"],
+        ["pyrl_ext.train", str(config), f"run={run}", *quick, "steps=1"],
+        ["pyrl_ext.tools.eval", str(run)],
     )
-    for command in commands:  # in processes of their own, which have not found the module yet
-        subprocess.run([sys.executable, "-m", *command], check=True, timeout=DEADLINE, cwd=tmp_path)
-    subprocess.run(
-        [sys.executable, "-m", "pyrl_ext.tools.eval", str(tmp_path / "run")],
-        check=True,
-        timeout=DEADLINE,
-        cwd="/",
-    )
-    assert last(tmp_path / "run/eval")["held_out"]["reward"]["mean"] >= 1
+    for command in commands:  # in processes that have not imported it, from another folder
+        subprocess.run([sys.executable, "-m", *command], check=True, timeout=DEADLINE, cwd="/")
+    assert last(run / "eval")["held_out"]["reward"]["mean"] >= 1
 
 
 def test_eval_says_what_it_needs(trained, tmp_path, capsys):
