@@ -275,8 +275,8 @@ def test_main_says_on_one_message_what_to_do_without_a_gpu(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"{path}: device: cuda, 8 x H200 wanted, but torch sees no GPU on this machine.",
         f"  To see what the run would need: pyrl plan {path}",
-        "  To try the trainer here: pyrl train configs/tiny.yaml, or, if the model is small, "
-        f"torchrun --nproc-per-node 8 -m pyrl_ext.train {path} device=cpu",
+        "  To try the trainer on this machine: pyrl configs --copy tiny, then pyrl train "
+        "configs/tiny.yaml",
     ]
     assert not (tmp_path / "run").exists()
 
