@@ -110,5 +110,5 @@ def test_adapters_that_latent_attention_reads_past_are_refused(
     with pytest.raises(ValueError, match="4 adapters that vLLM would not apply") as refused:
         started(tmp_path, HFEngine(tmp_path), DENSE, "bfloat16")
     envs.disable_envs_cache()
-    message = "layers.0.self_attn.kv_b_proj: vLLM's latent attention reads its weight"
+    message = "layers.0.self_attn.kv_b_proj: vLLM's latent attention silently reads its weight"
     assert message in str(refused.value)
