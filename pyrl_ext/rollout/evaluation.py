@@ -12,7 +12,7 @@ import numpy as np
 from pyrl_ext.data.prompt_dataset import PromptDataset
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema.evaluate import HELD_OUT, EvalSet
+from pyrl_ext.plan.schema.evaluate import HELD_OUT
 from pyrl_ext.rollout.build import sampling_of
 from pyrl_ext.samples import Prompt, Sampling
 
@@ -147,13 +147,14 @@ def eval_sampling(plan: Plan, source: PromptDataset, name: str) -> Sampling:
     """How responses to the prompts of a set are drawn; the same at every step, so that two
     evaluations differ by the weights alone."""
     base = plan.evaluate
-    own = base.sets.get(name, EvalSet(file="held out"))
-    temperature = base.temperature if own.temperature is None else own.temperature
-    limit = own.max_new_tokens or base.max_new_tokens or plan.rollout.max_new_tokens
+    own = base.sets.get(name)
+    temperature = base.temperature_of(own)
+    longest = None if own is None else own.max_new_tokens
+    limit = longest or base.max_new_tokens or plan.rollout.max_new_tokens
     return replace(
         sampling_of(plan, source, 0),
         max_new_tokens=limit,
-        samples_per_prompt=base.samples if own.samples is None else own.samples,
+        samples_per_prompt=base.samples_of(own),
         greedy=temperature == 0,
         temperature=temperature or 1.0,
         top_p=base.top_p,

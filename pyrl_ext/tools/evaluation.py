@@ -25,6 +25,7 @@ from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.compile import changed_plan
 from pyrl_ext.rollout.evaluation import Estimate, Evaluation
 from pyrl_ext.rollout.recorded import Recorder
+from pyrl_ext.tools.saved import find, on_one_rank
 from pyrl_ext.trainer.step import RolloutStep
 
 RESULTS = "results.jsonl"
@@ -49,20 +50,13 @@ def target_of(path: Path, step: int | None, config: Path | None) -> Target:
     """The weights in the folder ``path``.
 
     Raises:
-        ValueError: it holds none, or options do not fit.
+        ValueError, FileNotFoundError: it holds none, or options do not fit.
         ConfigError: the config does not hold with these weights.
     """
     if (path / checkpoint.PLAN).exists() and (path / checkpoint.COUNTERS).exists():
         return _of_checkpoint(path, path.parent.parent)
     if (path / "checkpoints").is_dir():
-        folder = path / "checkpoints"
-        saved = checkpoint.latest(folder) if step is None else folder / f"step-{step}"
-        if saved is None or not (saved / checkpoint.PLAN).exists():
-            there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
-            raise ValueError(
-                f"eval: {saved or folder} holds no checkpoint (there: {there}), expected one"
-            )
-        return _of_checkpoint(saved, path)
+        return _of_checkpoint(find(path, step, "eval"), path)
     weights = path.resolve()
     names = []
     if (path / "adapter_config.json").exists():
@@ -101,9 +95,7 @@ def plan_of(target: Target, out: Path, options: argparse.Namespace) -> Plan:
             "eval: the plan fine-tunes on records without rollouts, expected one with prompts and "
             "a reward. Name one: --config FILE, with the exported weights"
         )
-    shared = {"parallel": {}, "ranks": "shared"}
-    modules = {name: keys.model_dump() | shared for name, keys in saved.modules.items()}
-    changes = {"parallel": {}, "modules": modules, "run": str(out), "threads": 0}
+    changes = on_one_rank(saved) | {"run": str(out)}
     overrides = ["rollout.offload_trainer=none"]
     for key in ("samples", "temperature", "prompts"):
         if (value := getattr(options, key)) is not None:

@@ -24,21 +24,9 @@ from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import changed_plan
 from pyrl_ext.plan.language.fields import Dtype
+from pyrl_ext.tools.saved import find, on_one_rank
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
-
-
-def find(run: Path, step: int | None) -> Path:
-    """The checkpoint of ``step``, or the newest, of a run folder. Raises: FileNotFoundError."""
-    folder = run / "checkpoints"
-    found = checkpoint.latest(folder) if step is None else folder / f"step-{step}"
-    if found is None or not (found / checkpoint.PLAN).exists():
-        there = ", ".join(sorted(p.name for p in folder.glob("step-*") if not p.suffix)) or "none"
-        raise FileNotFoundError(
-            f"export: {found or folder} holds no checkpoint (there: {there}), expected the folder "
-            "of a run that saved one"
-        )
-    return found
 
 
 def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
@@ -46,10 +34,7 @@ def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
 
     Raises: ConfigError with what does not hold.
     """
-    shared = {"parallel": {}, "ranks": "shared"}
-    modules = {name: keys.model_dump() | shared for name, keys in saved.modules.items()}
-    one = {"device": "cpu", "threads": 0, "parallel": {}, "modules": modules}
-    return changed_plan(saved, one, overrides)
+    return changed_plan(saved, on_one_rank(saved) | {"device": "cpu"}, overrides)
 
 
 def export(
@@ -119,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.out.exists():
             raise FileExistsError(f"export: {options.out} exists, expected a new folder")
-        saved = find(options.run, options.step)
+        saved = find(options.run, options.step, "export")
         plan = smallest(Plan.read(saved / checkpoint.PLAN), options.overrides)
         if plan.unsupported:
             raise ValueError("\n".join(plan.unsupported))

@@ -6,29 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pyrl_ext import train
 from pyrl_ext.parallel.atomic_write import locked
 from tests.helpers.rows import numbers
+from tests.helpers.saving_runs import run
 from tests.helpers.small_disk import fill, small_disk
-from tests.helpers.tiny import CONFIG, QUICK
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
-
-def run(folder: Path, *overrides: str) -> int:
-    """Exit code of the training command in this process; it saves every step."""
-    often = ("evaluate.every=0", "checkpoint.every=1", "checkpoint.keep=3")
-    named = {each.split("=")[0] for each in overrides}
-    options = [o for o in (*QUICK, *often) if o.split("=")[0] not in named]
-    return train.main([str(CONFIG), f"run={folder}", *options, *overrides])
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory) -> Path:
-    """The folder of a run that made three steps, and saved each."""
-    folder = tmp_path_factory.mktemp("three") / "run"
-    assert run(folder, "steps=3") == 0
-    return folder
 
 
 @pytest.fixture

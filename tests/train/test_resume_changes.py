@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext import train
 from pyrl_ext.plan.changes import FILE, read_changes
 from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.state import Folder
@@ -17,26 +16,13 @@ from tests.helpers.checkpoints import content
 from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
-from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
+from tests.helpers.saving_runs import run
+from tests.helpers.tiny import CONFIG, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("evaluate.every=0", "checkpoint.every=1", "checkpoint.keep=3")
 MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
-
-
-def run(folder: Path, *arguments: str) -> int:
-    """Exit code of the training command in this process; it saves every step."""
-    return train.main([str(CONFIG), f"run={folder}", *QUICK, *OFTEN, *arguments])
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory) -> Path:
-    """The folder of a run that made three steps, and saved each."""
-    folder = tmp_path_factory.mktemp("three") / "run"
-    assert run(folder, "steps=3") == 0
-    return folder
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 from pyrl_ext.plan.language.fields import InvalidField, Section
@@ -53,6 +54,16 @@ def changed(section: Section, name: str) -> bool:
 
 
 # Phrases -----------------------------------------------------------------------------------------
+
+
+def data_file_problem(plan: Plan, name: str) -> str | None:
+    """Why `name` is no file of records; None: it is one."""
+    path = plan.resolve(name)
+    if not path.endswith((".jsonl", ".parquet")):
+        return f"{name!r}, expected a .jsonl or .parquet file"
+    if not os.path.isfile(path):
+        return f"{relative(path)} does not exist, expected a file; relative to the YAML file"
+    return None
 
 
 def in_config(plan: Plan) -> str:

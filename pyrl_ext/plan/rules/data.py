@@ -15,7 +15,7 @@ from pyrl_ext.plan.records import (
     has_chat_template,
     parse,
 )
-from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
+from pyrl_ext.plan.rules._rule import Found, data_file_problem, in_config, relative, rule
 from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
 
 # Built-in rewards that compare a response with the answer of its record.
@@ -154,11 +154,6 @@ def _json_lines(plan: Plan, name: str | None) -> str | None:
 @rule("data")
 def files_exist(plan: Plan) -> Found:
     for key in ("prompts", "eval_prompts", "path"):
-        if (name := getattr(plan.data, key)) is None:
-            continue
-        path = plan.resolve(name)
-        if not path.endswith((".jsonl", ".parquet")):
-            yield key, f"{name!r}, expected a .jsonl or .parquet file"
-        elif not os.path.isfile(path):
-            rule = "expected a file; relative to the YAML file"
-            yield key, f"{relative(path)} does not exist, {rule}"
+        name = getattr(plan.data, key)
+        if name is not None and (message := data_file_problem(plan, name)):
+            yield key, message

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, relative, rule
+from pyrl_ext.plan.rules._rule import Found, data_file_problem, rule
 from pyrl_ext.plan.schema.evaluate import HELD_OUT
 
 
@@ -68,12 +67,8 @@ def sets_can_be_read(plan: Plan) -> Found:
             rule_ = f"expected letters, digits, _, . and -, and not {HELD_OUT}"
             yield "sets", f"{name!r} as the name of a set, {rule_}"
             continue
-        path = plan.resolve(each.file)
-        if not path.endswith((".jsonl", ".parquet")):
-            yield f"{key}.file", f"{each.file!r}, expected a .jsonl or .parquet file"
-        elif not os.path.isfile(path):
-            rule_ = "expected a file; relative to the YAML file"
-            yield f"{key}.file", f"{relative(path)} does not exist, {rule_}"
+        if message := data_file_problem(plan, each.file):
+            yield f"{key}.file", message
         if each.reward is not None and plan.turns.environment is not None:
             yield f"{key}.reward", "set, expected it left out: turns.environment gives rewards"
         if each.reward is None and plan.data.task is not None:
@@ -90,7 +85,5 @@ def _drawn(plan: Plan) -> list[tuple[str, int, float]]:
     for name, each in base.sets.items():
         if each.samples is None and each.temperature is None:
             continue
-        samples = base.samples if each.samples is None else each.samples
-        temperature = base.temperature if each.temperature is None else each.temperature
-        drawn.append((f"sets.{name}.", samples, temperature))
+        drawn.append((f"sets.{name}.", base.samples_of(each), base.temperature_of(each)))
     return drawn

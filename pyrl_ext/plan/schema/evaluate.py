@@ -53,3 +53,13 @@ class Evaluate(Section):
     """smallest reward of a response that passes"""
     sets: dict[str, EvalSet] = Field(default={})
     """further sets by name"""
+
+    def samples_of(self, chosen: EvalSet | None) -> int:
+        """Responses for each prompt of a set; None: of the held-out prompts."""
+        own = None if chosen is None else chosen.samples
+        return self.samples if own is None else own
+
+    def temperature_of(self, chosen: EvalSet | None) -> float:
+        """Temperature of a set; None: of the held-out prompts."""
+        own = None if chosen is None else chosen.temperature
+        return self.temperature if own is None else own
