@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Family(NamedTuple):
-    """Where a family's cases are, and what they time."""
+    """The module that makes a family's cases, and a line about them."""
 
     cases: str
     text: str

@@ -43,7 +43,7 @@ class Table(NamedTuple):
     text: str
 
 
-# by their first argument; they have options of their own kind: pyrl bench layer --help
+# by their first argument; their options are different ones: pyrl bench layer --help
 TABLES = {
     "dynamic_cp": Table("benchmarks.dynamic_cp:main", "plans of dynamic context parallelism"),
     "layer": Table("benchmarks.layer:main", "launches and bytes of a decoder layer"),

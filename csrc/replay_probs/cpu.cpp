@@ -17,7 +17,7 @@ using namespace replay_probs;
 
 constexpr int kTileRows = 32;
 
-// The values of one row of each lane of the vectors A, `step` vectors apart.
+// The values of one row of each lane of the vectors A, which are `step` vectors from each other.
 template <class A, class Scalar>
 struct Slots {
   A *values, *terms;

@@ -62,19 +62,19 @@ struct WarpValues {
   WarpValues operator-() const { return of([&](int i) { return -lane[i]; }); }
 };
 
-// The value of the lane `apart` lanes away, with `apart` a power of two.
+// The value of the lane at a distance of a power of two.
 template <class A>
-PYRL_DEVICE A partner(A v, int apart) {
+PYRL_DEVICE A partner(A v, int distance) {
 #ifdef __CUDA_ARCH__
-  return __shfl_xor_sync(~0u, v, apart);
+  return __shfl_xor_sync(~0u, v, distance);
 #else
-  (void)apart;
+  (void)distance;
   return v;  // not called: the host has WarpValues
 #endif
 }
 template <class A>
-WarpValues<A> partner(const WarpValues<A>& v, int apart) {
-  return WarpValues<A>::of([&](int i) { return v.lane[i ^ apart]; });
+WarpValues<A> partner(const WarpValues<A>& v, int distance) {
+  return WarpValues<A>::of([&](int i) { return v.lane[i ^ distance]; });
 }
 
 template <class A>
@@ -96,17 +96,17 @@ WarpValues<A> exponential(const WarpValues<A>& v) {
 }
 
 // The sum over the `width` lanes of a row, in each of them. torch adds up the columns of a row on
-// CUDA in this order: those half the number apart first.
+// CUDA in this order: those at half the number of lanes first.
 template <class V>
 PYRL_DEVICE V row_sum(V terms, int width) {
-  for (int apart = width / 2; apart > 0; apart /= 2) terms = terms + partner(terms, apart);
+  for (int distance = width / 2; distance > 0; distance /= 2) terms = terms + partner(terms, distance);
   return terms;
 }
 
 template <class V>
 PYRL_DEVICE V row_softmax(V v, int width) {
   V top = v;
-  for (int apart = width / 2; apart > 0; apart /= 2) top = larger(top, partner(top, apart));
+  for (int distance = width / 2; distance > 0; distance /= 2) top = larger(top, partner(top, distance));
   v = exponential(v - top);
   return v / row_sum(v, width);
 }

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -74,6 +75,14 @@ def test_evaluation_equals_a_loop_over_samples(counts, missing, threshold):
         check_names(metrics)
         assert all(map(math.isfinite, metrics.values()))
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_reward_at_the_threshold_passes():
+    samples = [
+        replace(make_sample(10, n, 3, 2), reward=reward) for n, reward in enumerate((0.5, 0.25))
+    ]
+    found = Evaluation.of(BatchIndex.of(samples), 1, Sampling(8), (1, 2), 0.5)
+    assert (found.passes[1].mean, found.passes[2].mean) == (0.5, 1.0)
 
 
 def test_standard_error_is_that_of_the_mean_over_prompts():
