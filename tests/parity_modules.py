@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import gather_shards
-from pyrl_ext.megatron.optimizer import join_build_optimizer, warmed_up
+from pyrl_ext.megatron.optimizer import join_build_optimizer
 from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
@@ -313,7 +313,7 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
             out.grads.append(grads | of_towers(held, topo, lambda p: p.grad, layout.frozen))
             norm = clip([*(p for p in mine if p not in ahead), *theirs], options.clip_grad)
             clip([*ahead], options.clip_grad)
-            adam.param_groups[0]["lr"] = warmed_up(options.lr, options.warmup_steps, step)
+            adam.param_groups[0]["lr"] = plan.learning_rate()(step)
             adam.step()
             out.metrics.append(metrics)
             out.losses.append(metrics["loss"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -24,6 +25,24 @@ def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:
     """
     check_messages(messages, tokenizer)
     return _apply(messages, tokenizer, tokenize=False, add_generation_prompt=generate)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a question becomes a conversation.
+
+    Args:
+        system: message before it; None: none
+    """
+
+    system: str | None = None
+
+    def render(self, question: str, tokenizer: Tokenizer) -> str:
+        """The conversation as text, up to where the assistant begins. Raises: Broken."""
+        messages = [{"role": "user", "content": question}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return render(messages, tokenizer, generate=True)
 
 
 _NonEmpty = Annotated[str, Field(min_length=1)]

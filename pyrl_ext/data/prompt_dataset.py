@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from pyrl_ext.data.chat import Chat, check_known
 from pyrl_ext.data.chat_turns import check_template
+from pyrl_ext.data.dataset_rows import open_data
 from pyrl_ext.data.environment import EnvironmentHost
-from pyrl_ext.data.files import open_records
+from pyrl_ext.data.files import Broken, open_records
+from pyrl_ext.data.gym_task import GymTask
 from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
@@ -21,6 +24,7 @@ from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
 from pyrl_ext.data.workers import Pool
 from pyrl_ext.parallel.launch import launched
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.gym_tasks import is_gym_task
 from pyrl_ext.plan.task_options import PICTURES
 from pyrl_ext.samples import Prompt, Sample
 
@@ -52,7 +56,7 @@ class PromptDataset:
         sets: further sets to evaluate on, by name.
     """
 
-    prompts: Task | Pictures | PromptSource
+    prompts: Task | GymTask | Pictures | PromptSource
     reward: AnyReward
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
@@ -133,11 +137,14 @@ def build_source(plan: Plan) -> PromptDataset:
     tokenizer = load_tokenizer(plan.tokenizer_path)
     eos = plan.hf.get("eos_token_id")
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
+    if plan.data.task is not None and is_gym_task(plan.data.task):
+        return _gym_source(plan, plan.data.task, tokenizer, stop_ids)
     if plan.data.task is not None:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
         sets = _eval_sets(plan, tokenizer, task.reward)
         return PromptDataset(task, task.reward, tokenizer, stop_ids, None, sets)
-    assert plan.prompts_path is not None  # a rule says so
+    data = plan.data
+    assert data.prompts is not None  # a rule says so
     environments = None
     reward: AnyReward = no_reward
     if plan.turns.environment is not None:
@@ -156,14 +163,12 @@ def build_source(plan: Plan) -> PromptDataset:
         environments = Pool(key, host, max(1, min(_MAX_WORKERS, cores)))
     elif plan.data.reward is not None:
         reward = load_reward(plan.data.reward, plan.data.reward_timeout)
-    limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
-    prompts = load_prompts(
-        plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
-    )
+    prompts = _load(plan, data.prompts, data.split, data.subset, tokenizer, reward)
     held_out = None
-    path = plan.eval_prompts_path
-    if path is not None:
-        held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
+    if data.eval_prompts is not None or data.eval_split is not None:
+        name = data.eval_prompts or data.prompts
+        split = data.eval_split or data.split
+        held_out = _load(plan, name, split, data.subset, tokenizer, reward)
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
     sets = _eval_sets(plan, tokenizer, reward)
     return PromptDataset(source, reward, tokenizer, stop_ids, environments, sets)
@@ -176,13 +181,53 @@ def _eval_sets(plan: Plan, tokenizer: Tokenizer, reward: AnyReward) -> dict[str,
         own = reward
         if chosen.reward is not None and chosen.reward != plan.data.reward:
             own = load_reward(chosen.reward, plan.data.reward_timeout)
-        path = plan.resolve(chosen.file)
-        rule = getattr(own, "answer_rule", None)
-        limit = plan.data.max_prompt_tokens
-        prompts = load_prompts(path, tokenizer, limit, rule, image_reader(plan, path))
+        prompts = _load(plan, chosen.file, chosen.split, chosen.subset, tokenizer, own)
         first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
         sets[name] = EvalPrompts(first, own)
     return sets
+
+
+def _load(
+    plan: Plan,
+    name: str,
+    split: str,
+    subset: str | None,
+    tokenizer: Tokenizer,
+    reward: AnyReward,
+) -> list[Prompt]:
+    """The prompts of a file, folder or dataset."""
+    records = open_data(plan, name, split, subset)
+    rule = getattr(reward, "answer_rule", None)
+    reader = image_reader(plan, str(records.path))
+    limit = plan.data.max_prompt_tokens
+    return load_prompts(records, tokenizer, limit, rule, reader, _chat(plan))
+
+
+def _chat(plan: Plan) -> Chat | None:
+    return Chat(plan.data.system_prompt) if plan.data.chat else None
+
+
+def _gym_source(
+    plan: Plan, task: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> PromptDataset:
+    """The prompts of a task of reasoning-gym, which its own scorers score in a worker process."""
+    chat = _chat(plan)
+
+    def encode(question: str) -> list[int]:
+        try:
+            text = question if chat is None else chat.render(question, tokenizer)
+            tokens = list(tokenizer(text, add_special_tokens=chat is None)["input_ids"])
+            check_known(text, tokens, tokenizer)
+        except Broken as broken:
+            raise ValueError(f"data.task: {task}: {broken}") from None
+        return tokens
+
+    limit = plan.data.max_prompt_tokens
+    prompts = GymTask(task, encode, limit, plan.seed, plan.data.task_options)
+    prompts.take(0, 1)  # what does not work fails now
+    reward = load_reward("pyrl_ext.data.gym_task:score", plan.data.reward_timeout)
+    sets = _eval_sets(plan, tokenizer, reward)
+    return PromptDataset(prompts, reward, tokenizer, stop_ids, None, sets)
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-from pyrl_ext.data.chat import check_known, check_size, render
-from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
+from pyrl_ext.data.chat import Chat, check_known, check_size, render
+from pyrl_ext.data.files import Broken, Records, cut, refuse
 from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.data.tokenizer import Tokenizer
@@ -20,13 +19,14 @@ AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answe
 
 
 def load_prompts(
-    path: str | Path,
+    records: Records,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     answer_rule: AnswerRule | None = None,
     reader: ImageReader | None = None,
+    chat: Chat | None = None,
 ) -> list[Prompt]:
-    """Read a file of prompts; a prompt's id is the place of its record in the file.
+    """Read all prompts of a file or dataset; a prompt's id is the place of its record in it.
 
     A record holds either `prompt`, a text that is encoded as it is, or `messages`, a list of
     {"role": ..., "content": ...} rendered by the tokenizer's chat template up to where the
@@ -34,22 +34,22 @@ def load_prompts(
     {"type": "text", "text": ...} and {"type": "image", "image": path or bytes}.
 
     Args:
-        path: .jsonl (UTF-8, one object a line, blank lines ignored) or .parquet
+        records: from `open_records`
         tokenizer: from `load_tokenizer`
         max_prompt_tokens: a longer prompt is an error [tokens]
         answer_rule: what the reward needs as `answer`, and whether one is that; None: anything
         reader: of the images in messages; None: the model takes none
+        chat: makes a `prompt` a conversation; None: it is encoded as it is
 
     Raises:
         DataError: with every record that cannot be used, as file:line: what, expected rule; those
             that share a mistake on one line
     """
-    records = open_records(path)
     prompts: list[Prompt] = []
     mistakes = Mistakes()
     for number in range(len(records)):
         try:
-            prompt = _prompt(records, number, tokenizer, max_prompt_tokens, reader)
+            prompt = _prompt(records, number, tokenizer, max_prompt_tokens, reader, chat)
             if answer_rule is not None and not answer_rule[1](prompt.answer):
                 what = "no answer" if prompt.answer is None else f"answer {cut(prompt.answer)}"
                 raise Broken(what, f"{answer_rule[0]}; data.reward compares with it")
@@ -129,16 +129,23 @@ def _prompt(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     reader: ImageReader | None,
+    chat: Chat | None,
 ) -> Prompt:
     record = check_fields(records.read(number), rollouts=True)
-    is_text = "prompt" in record
-    text = record["prompt"] if is_text else render(record["messages"], tokenizer, generate=True)
-    if not isinstance(text, str) or not text:
-        raise Broken(f"prompt {cut(text)}", "a non-empty text")
+    has_messages = "messages" in record
+    if has_messages:
+        text = render(record["messages"], tokenizer, generate=True)
+    else:
+        text = record["prompt"]
+        if not isinstance(text, str) or not text:
+            raise Broken(f"prompt {cut(text)}", "a non-empty text")
+        if chat is not None:
+            text = chat.render(text, tokenizer)
     check_size(text, tokenizer, max_prompt_tokens, "max_prompt_tokens")
-    tokens = list(tokenizer(text, add_special_tokens=is_text)["input_ids"])
+    is_plain = not has_messages and chat is None
+    tokens = list(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
     check_known(text, tokens, tokenizer)
-    images = [] if is_text else images_of(record["messages"])
+    images = images_of(record["messages"]) if has_messages else []
     tokens, placed = place(reader, tokens, images)
     if not 1 <= len(tokens) <= max_prompt_tokens:
         rule = f"1 to max_prompt_tokens {max_prompt_tokens}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.parallel.user_code import describe, load_function, shown
+from pyrl_ext.plan.named_rewards import reward_function
 from pyrl_ext.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def load_reward(name: str, timeout: float | None = None) -> Reward | WorkerRewar
     Raises:
         ValueError: it does not load
     """
+    name = reward_function(name)
     return BUILT_IN[name] if name in BUILT_IN else WorkerReward(name, timeout)
 
 

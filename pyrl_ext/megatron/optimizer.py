@@ -131,11 +131,6 @@ def _norm_over_modules(held: Sequence[tuple[Any, Topology]]) -> float:
     return math.sqrt(float(total))
 
 
-def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
-    """Learning rate of 0-based ``step``: linear from ``lr / warmup_steps``, then flat."""
-    return lr if step >= warmup_steps else lr * (step + 1) / warmup_steps
-
-
 def state_tensors(optimizer: Any) -> list[Tensor]:
     """The tensors that the optimizer updates on this rank (the weights or their fp32 copies), and
     its state tensors."""

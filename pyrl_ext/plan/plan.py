@@ -29,6 +29,7 @@ from pyrl_ext.plan.resume import Difference, is_allowed, refusal
 from pyrl_ext.plan.schema import Config, Parallel
 from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
+from pyrl_ext.schedule.learning_rate import LearningRate
 
 # What a resumed run may change: how long, how often, where; it computes the same but for rounding.
 FREE_ON_RESUME = (
@@ -332,14 +333,22 @@ class Plan(Config):
         return self._local_or_hub(self.model.weights)
 
     @property
-    def prompts_path(self) -> str | None:
-        """Absolute path of the training prompts."""
-        return self.resolve(self.data.prompts) if self.data.prompts else None
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, if none is skipped."""
+        return self.steps * self.batching.minibatches
 
-    @property
-    def eval_prompts_path(self) -> str | None:
-        """Absolute path of the held-out prompts."""
-        return self.resolve(self.data.eval_prompts) if self.data.eval_prompts else None
+    def learning_rate(self, module: str = "llm") -> LearningRate:
+        """The learning rate of a module, by optimizer step."""
+        keys = self.modules.get(module)
+        options = self.optimizer
+        return LearningRate(
+            lr=options.lr if keys is None or keys.lr is None else keys.lr,
+            min_lr=options.min_lr,
+            schedule=options.schedule,
+            warmup_steps=options.warmup_steps,
+            decay_steps=options.decay_steps,
+            steps=self.optimizer_steps,
+        )
 
     @property
     def evaluate_every(self) -> int:
@@ -366,6 +375,10 @@ class Plan(Config):
     def is_hub_id(self, name: str) -> bool:
         """True if `name` is taken as owner/name of a model hub: no such folder next to the YAML."""
         return is_hub_id(self.source, name)
+
+    def is_dataset(self, name: str) -> bool:
+        """True if `name` is a folder, or an id of the hub: the library datasets loads it."""
+        return self.is_hub_id(name) or Path(self.resolve(name)).is_dir()
 
     def _local_or_hub(self, name: str | None) -> str | None:
         if name is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,29 @@ def check_fields(record: Any, rollouts: bool) -> dict[str, Any]:
             rule = "either `messages`, or `tokens` and `loss_mask`"
         raise Broken(f"fields {has[:200]}", rule)
     return fields
+
+
+def rename(record: Any, columns: Mapping[str, str]) -> Any:
+    """The record with the fields that its columns stand for; its other columns stay.
+
+    Args:
+        columns: field -> column; ``a.b`` is the entry ``b`` of the column ``a``
+
+    Raises: Broken.
+    """
+    if not isinstance(record, dict):
+        return record
+    own: dict[str, Any] = record
+    renamed = {name: value for name, value in own.items() if name not in columns.values()}
+    for field_name, column in columns.items():
+        value: Any = own
+        for part in column.split(".") if column not in own else [column]:
+            if not isinstance(value, dict) or part not in value:
+                has = ", ".join(map(str, own))[:200]
+                raise Broken(f"no column {column} among {has}", "the one that data.columns names")
+            value = value[part]
+        renamed[field_name] = value
+    return renamed
 
 
 @dataclass

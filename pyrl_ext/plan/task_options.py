@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from pyrl_ext.plan.gym_tasks import gym_task_problem, is_gym_task
 from pyrl_ext.plan.language.errors import expectation, show
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -89,9 +90,11 @@ def task_problem(task: str) -> str | None:
     """Why there is no such task, or None."""
     if task in TASK_NAMES:
         return None
+    if is_gym_task(task):
+        return gym_task_problem(task)
     return (
-        f"{show(task)}, expected one of {', '.join(TASK_NAMES)}. For prompts of your own, set "
-        "data.prompts and data.reward instead"
+        f"{show(task)}, expected one of {', '.join(TASK_NAMES)}, or reasoning_gym:<name>. For "
+        "prompts of your own, set data.prompts and data.reward instead"
     )
 
 

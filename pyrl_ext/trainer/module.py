@@ -22,7 +22,6 @@ from pyrl_ext.megatron.optimizer import (
     set_lr,
     state_bytes,
     state_tensors,
-    warmed_up,
 )
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import hf_folder, weight_table
@@ -279,10 +278,7 @@ class TrainedModule:
 
     def set_lr(self, updates: int) -> float:
         """Use, and return, the learning rate after ``updates`` steps."""
-        keys = self.plan.modules.get(self.name)
-        options = self.plan.optimizer
-        most = options.lr if keys is None or keys.lr is None else keys.lr
-        lr = warmed_up(most, options.warmup_steps, updates)
+        lr = self.plan.learning_rate(self.name)(updates)
         if self.optimizer is not None:
             set_lr(self.optimizer, lr)
         return lr

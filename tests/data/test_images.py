@@ -67,7 +67,9 @@ def written(path: Path, *records: Any) -> Path:
 
 
 def load(path: Path, tokenizer: Any, most: int = 64) -> list[Any]:
-    return load_prompts(path, tokenizer, most, reader=ImageReader(VL, path.parent, PAD))
+    return load_prompts(
+        open_records(path), tokenizer, most, reader=ImageReader(VL, path.parent, PAD)
+    )
 
 
 def test_load_prompts_writes_a_placeholder_for_every_row_of_an_image(
@@ -238,7 +240,7 @@ def test_load_prompts_names_the_record_and_the_image(tokenizer: Any, tmp_path: P
     assert "x.jsonl:4: messages[0]" in found and "x.jsonl:5: messages[0]" in found
     written(path, asked(picture(good)))
     with pytest.raises(DataError, match="1 images in messages, expected text; the model has no"):
-        load_prompts(path, tokenizer, 64)
+        load_prompts(open_records(path), tokenizer, 64)
     with pytest.raises(DataError, match=r"5 tokens in .*, expected 1 to max_prompt_tokens 4"):
         load(path, tokenizer, most=4)
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pyrl_ext.data.files import DataError
+from pyrl_ext.data.files import DataError, open_records
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.data.tokenizer import load_tokenizer
@@ -25,8 +25,8 @@ def tokenizer() -> Any:
 
 
 def test_load_prompts_reads_the_arithmetic_files(tokenizer: Any):
-    train = load_prompts(CONFIGS / "data/arithmetic.jsonl", tokenizer, 64)
-    held = load_prompts(CONFIGS / "data/arithmetic_eval.jsonl", tokenizer, 64)
+    train = load_prompts(open_records(CONFIGS / "data/arithmetic.jsonl"), tokenizer, 64)
+    held = load_prompts(open_records(CONFIGS / "data/arithmetic_eval.jsonl"), tokenizer, 64)
     assert (len(train), len(held)) == (64, 16)
     assert not {p.tokens for p in train} & {p.tokens for p in held}
     assert 5 < sum(p.text.startswith("<|user|>") for p in train) < 40
@@ -47,7 +47,7 @@ def test_load_prompts_takes_prompt_and_messages_records(tokenizer: Any, tmp_path
         b"",
         {"messages": messages},
     )
-    first, second = load_prompts(path, tokenizer, 32)
+    first, second = load_prompts(open_records(path), tokenizer, 32)
     assert first == Prompt(0, tuple(tokenizer("1+1=")["input_ids"]), 2, "1+1=", {"level": 3})
     assert second.text == "<|system|>add<|user|>1+2<|assistant|>" and second.answer is None
     assert (second.id, second.tokens[0], second.tokens[-1], len(second.tokens)) == (1, 6, 5, 9)
@@ -62,10 +62,12 @@ def test_load_prompts_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     lines = [{k: v for k, v in r.items() if v is not None} for r in records]
     jsonl = write_lines(tmp_path / "a.jsonl", *lines)
-    assert load_prompts(path, tokenizer, 32) == load_prompts(jsonl, tokenizer, 32)
+    assert load_prompts(open_records(path), tokenizer, 32) == load_prompts(
+        open_records(jsonl), tokenizer, 32
+    )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*records, {"prompt": ""}]), path)
     with pytest.raises(DataError, match=r"a\.parquet: row 2: prompt '', expected a non-empty text"):
-        load_prompts(path, tokenizer, 32)
+        load_prompts(open_records(path), tokenizer, 32)
 
 
 BROKEN = [
@@ -100,7 +102,7 @@ def test_load_prompts_lists_every_broken_record_with_its_line(tokenizer: Any, tm
     good = {"prompt": "fine"}
     path = write_lines(tmp_path / "a.jsonl", good, *(record for record, _ in BROKEN), good)
     with pytest.raises(DataError) as caught:
-        load_prompts(path, tokenizer, 32)
+        load_prompts(open_records(path), tokenizer, 32)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{path}: {len(BROKEN)} of {len(BROKEN) + 2} records cannot be used"
     for number, (line, (_, message)) in enumerate(zip(lines[1:], BROKEN, strict=True), 2):
@@ -110,14 +112,14 @@ def test_load_prompts_lists_every_broken_record_with_its_line(tokenizer: Any, tm
 def test_load_prompts_cuts_long_lists_of_problems(tokenizer: Any, tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", *[{"prompt": "a" * (40 + n)} for n in range(60)])
     with pytest.raises(DataError, match=r"60 of 60(?s:.*)and 10 more$"):
-        load_prompts(path, tokenizer, 32)
+        load_prompts(open_records(path), tokenizer, 32)
 
 
 def test_load_prompts_counts_records_that_share_a_mistake(tokenizer: Any, tmp_path: Path):
     records = [{"question": "a", "answer": "b"}] * 199
     path = write_lines(tmp_path / "a.jsonl", *records, {"prompt": "fine"})
     with pytest.raises(DataError) as caught:
-        load_prompts(path, tokenizer, 32)
+        load_prompts(open_records(path), tokenizer, 32)
     assert str(caught.value).splitlines() == [
         f"{path}: 199 of 200 records cannot be used",
         "  199 of 200 records: fields question, answer, expected either `prompt` or `messages`; "
@@ -130,7 +132,7 @@ def test_load_prompts_refuses_messages_without_a_template(tmp_path: Path):
         (tmp_path / name).write_bytes((CONFIGS / "tiny" / name).read_bytes())
     path = write_lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
-        load_prompts(path, load_tokenizer(tmp_path), 32)
+        load_prompts(open_records(path), load_tokenizer(tmp_path), 32)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_load_prompts_refuses_unusable_files(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        load_prompts(tmp_path / name, tokenizer, 32)
+        load_prompts(open_records(tmp_path / name), tokenizer, 32)
 
 
 def test_load_prompts_encodes_no_text_that_is_too_long_by_its_size(tmp_path: Path):
@@ -173,7 +175,7 @@ def test_load_prompts_encodes_no_text_that_is_too_long_by_its_size(tmp_path: Pat
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "a" * 1025})
     message = "1,025 characters in 'a.*1 to max_prompt_tokens 32; no token has more than 15"
     with pytest.raises(DataError, match=message):
-        load_prompts(path, counting, 32)
+        load_prompts(open_records(path), counting, 32)
     assert counting.characters == 0
 
 
@@ -182,9 +184,9 @@ def test_load_prompts_lists_records_without_the_answer_that_the_reward_needs(
 ):
     records = [{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": "many"}]
     path = write_lines(tmp_path / "a.jsonl", *records)
-    assert len(load_prompts(path, tokenizer, 32)) == 3
+    assert len(load_prompts(open_records(path), tokenizer, 32)) == 3
     with pytest.raises(DataError) as caught:
-        load_prompts(path, tokenizer, 32, vars(number_match)["answer_rule"])
+        load_prompts(open_records(path), tokenizer, 32, vars(number_match)["answer_rule"])
     _, *lines = str(caught.value).splitlines()
     assert lines == [
         f"  {path}:2: no answer, expected a number as answer; data.reward compares with it",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyrl_ext.megatron import checkpoint, optimizer
-from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors, warmed_up
+from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.measured_step import Live
@@ -16,20 +16,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.mark.parametrize(
-    ("warmup_steps", "expected"),
-    [
-        (0, [0.8, 0.8, 0.8, 0.8, 0.8, 0.8]),
-        (1, [0.8, 0.8, 0.8, 0.8, 0.8, 0.8]),
-        (2, [0.4, 0.8, 0.8, 0.8, 0.8, 0.8]),
-        (4, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),
-    ],
-)
-def test_warmed_up_rises_from_a_part_of_lr_to_all_of_it(warmup_steps, expected):
-    lrs = [warmed_up(0.8, warmup_steps, step) for step in range(6)]
-    assert lrs == pytest.approx(expected, rel=1e-12)
 
 
 class Cost(NamedTuple):

@@ -327,8 +327,8 @@ def test_plan_paths_of_local_folders_are_absolute(small: Path, tmp_path: Path):
     path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: json:loads"))
     plan = compile_plan(path)
     assert plan.tokenizer_path == str(tmp_path / "words")
-    assert plan.prompts_path == str(tmp_path / "numbers.jsonl")
-    assert plan.eval_prompts_path is None
+    assert plan.resolve(str(plan.data.prompts)) == str(tmp_path / "numbers.jsonl")
+    assert plan.data.eval_prompts is None
 
 
 def test_read_returns_the_plan_that_was_saved(small: Path, tmp_path: Path):

@@ -118,11 +118,13 @@ def test_resolve_starts_paths_where_they_are_written(folder: Path):
     path = written(folder, "extends: base/middle.yaml\nsteps: 3\n")
     plan = compile_plan(path)
     assert plan.tokenizer_path == str(folder / "base/words")
-    assert plan.prompts_path == plan.eval_prompts_path == str(folder / "base/a.jsonl")
+    for name in (plan.data.prompts, plan.data.eval_prompts):
+        assert plan.resolve(str(name)) == str(folder / "base/a.jsonl")
     path.write_text("extends: base/middle.yaml\ndata: {eval_prompts: b.jsonl}\n")
-    assert compile_plan(path).eval_prompts_path == str(folder / "b.jsonl")
+    plan = compile_plan(path)
+    assert plan.resolve(str(plan.data.eval_prompts)) == str(folder / "b.jsonl")
     plan = compile_plan(folder / "base/middle.yaml", ["data.eval_prompts=../b.jsonl"])
-    assert plan.eval_prompts_path == str(folder / "b.jsonl")
+    assert plan.resolve(str(plan.data.eval_prompts)) == str(folder / "b.jsonl")
 
 
 @pytest.mark.parametrize(

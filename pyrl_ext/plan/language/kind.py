@@ -23,7 +23,8 @@ WITH_ROLLOUTS = _keys(
     "rollout turns replay evaluate.prompts evaluate.samples evaluate.temperature evaluate.top_p "
     "evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward evaluate.sets "
     "batching.prompts batching.samples_per_prompt "
-    "data.task data.task_options data.prompts data.reward data.reward_timeout data.eval_prompts "
+    "data.task data.task_options data.prompts data.subset data.split data.eval_split data.columns "
+    "data.chat data.system_prompt data.reward data.reward_timeout data.eval_prompts "
     "data.max_prompt_tokens lora.publish"
 ) + tuple(("objective", name) for name in PARTS)
 WITHOUT_ROLLOUTS = _keys("data.path data.max_tokens data.truncate data.held_out batching.samples")

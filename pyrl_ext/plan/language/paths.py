@@ -21,9 +21,15 @@ def relative(path: str) -> str:
     return path if shown.startswith("..") else shown
 
 
+DATA_FILES = (".jsonl", ".parquet")  # suffixes of files of records
+
+
 def is_hub_id(file: str, name: str) -> bool:
-    """True if `name` is owner/name of a model hub: no such folder is next to the YAML file."""
-    return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(path_beside(file, name))
+    """True if `name` is owner/name of a model or dataset hub: no such folder is next to the YAML
+    file."""
+    if name.endswith(DATA_FILES) or not _HUB_ID.fullmatch(name):
+        return False
+    return not os.path.exists(path_beside(file, name))
 
 
 def refuse_pipe(path: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 
 from pyrl_ext.plan.language.fields import InvalidField, Section
-from pyrl_ext.plan.language.paths import relative
+from pyrl_ext.plan.language.paths import DATA_FILES, relative
 from pyrl_ext.plan.plan import Plan
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.
@@ -57,10 +58,17 @@ def changed(section: Section, name: str) -> bool:
 
 
 def data_file_problem(plan: Plan, name: str) -> str | None:
-    """Why `name` is no file of records; None: it is one."""
+    """Why `name` is no file of records; None: it is one, or a dataset."""
     path = plan.resolve(name)
-    if not path.endswith((".jsonl", ".parquet")):
-        return f"{name!r}, expected a .jsonl or .parquet file"
+    if plan.is_dataset(name):
+        if find_spec("datasets") is None:
+            return (
+                f"{name} is a folder or an id of the hub, expected the package datasets, which "
+                "loads it. Run pip install 'pyrl-ext[tasks]', or name a .jsonl or .parquet file"
+            )
+        return None
+    if not path.endswith(DATA_FILES):
+        return f"{name!r}, expected a .jsonl or .parquet file, a folder, or a dataset's id"
     if not os.path.isfile(path):
         return f"{relative(path)} does not exist, expected a file; relative to the YAML file"
     return None

@@ -6,6 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from pyrl_ext.plan.gym_tasks import gym_option_problems, gym_task_problem, is_gym_task
+from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.named_rewards import NAMED_REWARDS, reward_function
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.records import (
     Broken,
@@ -14,12 +17,13 @@ from pyrl_ext.plan.records import (
     first_lines,
     has_chat_template,
     parse,
+    rename,
 )
 from pyrl_ext.plan.rules._rule import Found, data_file_problem, in_config, relative, rule
 from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
 
 # Built-in rewards that compare a response with the answer of its record.
-_COMPARE = ("pyrl_ext.data.rewards:exact_match", "pyrl_ext.data.rewards:number_match")
+_COMPARE = NAMED_REWARDS.values()
 
 
 @rule("data")
@@ -65,7 +69,40 @@ def pictures_have_a_model_that_sees(plan: Plan) -> Found:
 @rule("data.task_options")
 def the_task_takes_its_options(plan: Plan) -> Found:
     task = plan.data.task
-    return option_problems(task, plan.data.task_options) if task in TASK_NAMES else None
+    options = plan.data.task_options
+    if task in TASK_NAMES:
+        return option_problems(task, options)
+    if task is not None and is_gym_task(task) and gym_task_problem(task) is None:
+        return gym_option_problems(task, options)
+
+
+@rule("data.columns")
+def columns_are_of_fields(plan: Plan) -> Found:
+    if plan.data.columns and plan.data.prompts is None:
+        return f"{show(plan.data.columns)} without data.prompts, expected none; nothing reads them"
+
+
+@rule("data.eval_split")
+def a_split_is_of_a_dataset(plan: Plan) -> Found:
+    data = plan.data
+    if data.eval_split is None:
+        return None
+    key = "prompts" if data.eval_prompts is None else "eval_prompts"
+    name = getattr(data, key)
+    if name is None or not plan.is_dataset(name):
+        return f"{data.eval_split}, expected null; data.{key} names no folder or dataset"
+
+
+@rule("data.system_prompt")
+def a_system_prompt_is_of_a_chat(plan: Plan) -> Found:
+    if plan.data.system_prompt is not None and not plan.data.chat:
+        return "set without data.chat, expected data.chat: true; plain prompts have no messages"
+
+
+@rule("data.chat")
+def built_in_tasks_are_no_chat(plan: Plan) -> Found:
+    if plan.data.chat and plan.data.task in TASK_NAMES:
+        return f"true with data.task {plan.data.task}, expected false; its prompts are symbols"
 
 
 @rule("data.reward_timeout")
@@ -101,8 +138,8 @@ def _mistakes(plan: Plan, name: str | None, reward: str | None, rollouts: bool) 
     for line, text in first_lines(file):
         looked_at += 1
         try:
-            record = check_fields(parse(text), rollouts)
-            if reward in _COMPARE and record.get("answer") is None:
+            record = check_fields(rename(parse(text), plan.data.columns), rollouts)
+            if reward_function(reward or "") in _COMPARE and record.get("answer") is None:
                 raise Broken("no answer", f"one; the reward {reward} compares with it")
         except Broken as broken:
             mistakes.add(line, f"{relative(file)}:{line}", str(broken))
@@ -123,13 +160,16 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
     for key in ("path", "eval_prompts", "prompts"):
         if (file := _json_lines(plan, getattr(plan.data, key))) and (line := _first_messages(file)):
             why = f"{relative(file)}:{line} holds messages"
+    if plan.data.chat:
+        why = "data.chat is true"
     if plan.turns.environment in ("messages", "tools"):
         why = f"turns.environment {plan.turns.environment} writes messages"
     if why is None:
         return None
     return (
-        f"{relative(str(folder))} has no chat template, expected one; {why}, which it turns into "
-        "text. Put chat_template.jinja there, or use the tokenizer of an instruct model"
+        f"{relative(str(folder))} has no chat template, expected one; {why}, and it turns "
+        "messages into text. Put chat_template.jinja there, or use the tokenizer of an instruct "
+        "model"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pyrl_ext.plan.named_rewards import named_reward_problem, reward_function
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, rule
 from pyrl_ext.plan.user_code import function_problem
@@ -12,13 +13,13 @@ from pyrl_ext.plan.user_code import function_problem
 
 @rule("data.reward")
 def the_reward_is_there(plan: Plan) -> Found:
-    return _problem(plan, plan.data.reward)
+    return _reward_problem(plan, plan.data.reward)
 
 
 @rule("evaluate.sets")
 def the_rewards_of_sets_are_there(plan: Plan) -> Found:
     for name, chosen in plan.evaluate.sets.items():
-        if message := _problem(plan, chosen.reward):
+        if message := _reward_problem(plan, chosen.reward):
             yield f"{name}.reward", message
 
 
@@ -52,6 +53,12 @@ def _names(value: Any) -> Iterator[str]:
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str):
             yield each
+
+
+def _reward_problem(plan: Plan, name: str | None) -> str | None:
+    if name is None:
+        return None
+    return named_reward_problem(name) or _problem(plan, reward_function(name))
 
 
 def _problem(plan: Plan, name: str | None) -> str | None:

@@ -35,7 +35,7 @@ __all__ = ["Config", "Lora", "Module", "Objective", "Parallel", "Turns"]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 File = Annotated[Text, RelativePath()]
 Folder = Annotated[Text, RelativePath(or_hub_id=True)]
-Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Reward = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 
 
 class Model(Section):
@@ -209,6 +209,13 @@ class Optimizer(Section):
     """largest gradient norm; 0: never clipped"""
     warmup_steps: Count = 0
     """optimizer steps of linear warmup"""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """after the warmup; linear and cosine fall to min_lr at the run's last step; wsd (warmup,
+    stable, decay) falls linearly in the last decay_steps"""
+    min_lr: NonNegative = 0.0
+    """learning rate of the last step; a constant schedule does not read it"""
+    decay_steps: Count = 0
+    """optimizer steps of decay at the run's end, with schedule wsd"""
     distributed: bool = False
     """spread the optimizer state over the dp ranks"""
     overlap_grad_reduce: bool = False
@@ -219,17 +226,31 @@ class Data(Section):
     """Prompts and rewards: a built-in task, or a file and a function; or records of tokens."""
 
     task: Name | None = None
-    """built-in task, which brings prompts and reward"""
+    """task that brings prompts and reward: a built-in one, or reasoning_gym:<name>"""
     task_options: dict[str, Any] = Field({})
     """arguments of the task, as it names them"""
-    prompts: File | None = None
-    """.jsonl or .parquet, relative to this YAML file"""
-    reward: Function | None = None
-    """module:function that scores a response"""
+    prompts: Folder | None = None
+    """.jsonl, .parquet or a folder of data files, relative to this YAML file, or a dataset's id on
+    the hub"""
+    subset: Text | None = None
+    """configuration of a dataset that data.prompts names; null: its only one"""
+    split: Text = "train"
+    """split of a folder or dataset that data.prompts names"""
+    eval_split: Text | None = None
+    """split of data.eval_prompts, or of data.prompts where that is null, that is held out"""
+    columns: dict[Text, Text] = Field({})
+    """field -> its column in files and datasets, such as {prompt: question}; a.b is the entry b of
+    the column a"""
+    chat: bool = False
+    """make each prompt a user's message, by the tokenizer's chat template"""
+    system_prompt: Text | None = None
+    """system message before it, with data.chat; null: none"""
+    reward: Reward | None = None
+    """module:function that scores a response, or exact_match, number_match or math_verify"""
     reward_timeout: Rate | None = None
     """longest time that the reward of one response may take [seconds]; null: no limit"""
-    eval_prompts: File | None = None
-    """held-out prompts, a file like data.prompts; null: every eighth of those"""
+    eval_prompts: Folder | None = None
+    """held-out prompts, a file, folder or dataset like data.prompts; null: every eighth of those"""
     max_prompt_tokens: Count = 0
     """longest prompt [tokens]"""
     path: File | None = None

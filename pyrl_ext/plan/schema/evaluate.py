@@ -15,12 +15,16 @@ HELD_OUT = "held_out"  # name of the set of held-out prompts of data.prompts or 
 class EvalSet(Section):
     """A set of prompts in a file; what is null is as for the held-out prompts."""
 
-    file: Annotated[Text, RelativePath()]
-    """.jsonl or .parquet like data.prompts, relative to this YAML file"""
+    file: Annotated[Text, RelativePath(or_hub_id=True)]
+    """.jsonl, .parquet, folder or dataset like data.prompts, relative to this YAML file"""
+    subset: Text | None = None
+    """configuration of a dataset; null: its only one"""
+    split: Text = "test"
+    """split of a folder or dataset"""
     prompts: Positive | None = None
     """most prompts that are used; null: all"""
-    reward: Annotated[Text, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """module:function that scores a response; null: data.reward"""
+    reward: Annotated[Text, Field(pattern=r"^[\w.]+(:[\w.]+)?$")] | None = None
+    """module:function that scores a response, or a name as of data.reward; null: that"""
     samples: Positive | None = None
     """responses for each prompt"""
     temperature: NonNegative | None = None

@@ -1,0 +1,137 @@
+"""Tasks of the package reasoning-gym: unlimited prompts from a seed, and the package's scorers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from itertools import count
+from typing import Any
+
+from pyrl_ext.plan.gym_tasks import gym_dataset
+from pyrl_ext.prompt import Prompt
+
+HELD_OUT = 8  # one question in so many is kept for evaluation
+
+_CHUNK = 64  # entries of a dataset that is made at once: some tasks make all of them at first
+_DRAWS = 2000  # entries in a row that are not taken, at most
+
+type Entry = dict[str, Any]
+
+
+class GymTask:
+    """A stream of prompts of one task.
+
+    Whether a question is held out follows from the seed and its text, so none is on both sides. A
+    question that is longer than ``max_prompt_tokens`` is drawn again.
+
+    Args:
+        task: ``reasoning_gym:<name>``
+        encode: question -> token ids of the prompt
+        max_prompt_tokens: of a prompt [tokens]
+        seed: of the stream
+        options: as ``data.task_options``, which the package names
+    """
+
+    def __init__(
+        self,
+        task: str,
+        encode: Callable[[str], Sequence[int]],
+        max_prompt_tokens: int,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.task = task
+        self.encode = encode
+        self.max_prompt_tokens = max_prompt_tokens
+        self.seed = seed
+        self.options = dict(options or {})
+        self._written = json.dumps(self.options, sort_keys=True)
+
+    def take(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a training step; the same for the same (seed, step, n).
+
+        Raises: ValueError if the task does not have them.
+        """
+        prompts = self._draw(f"{self.seed}/train/{step}", held_out=False)
+        return [self._prompt(step * n + i, *next(prompts)) for i in range(n)]
+
+    def held_out(self, n: int) -> list[Prompt]:
+        """The first n of the distinct prompts (ids -1, -2, ...) that `take` never returns.
+
+        Raises: ValueError if the task does not have that many.
+        """
+        found: dict[str, Prompt] = {}
+        repeated = 0
+        for tokens, entry in self._draw(f"{self.seed}/held-out", held_out=True):
+            if len(found) == n or repeated == _DRAWS:
+                break
+            repeated += entry["question"] in found
+            found.setdefault(entry["question"], self._prompt(-1 - len(found), tokens, entry))
+        if len(found) < n:
+            raise ValueError(
+                f"data.task: {self.task} has {len(found)} held-out questions with these "
+                f"data.task_options, expected {n}; make the task larger, or take fewer "
+                "evaluate.prompts"
+            )
+        return list(found.values())
+
+    def _prompt(self, number: int, tokens: Sequence[int], entry: Entry) -> Prompt:
+        meta = {"task": self.task, "options": self._written, "entry": entry}
+        text = entry["question"]
+        return Prompt(number, tuple(tokens), entry["answer"], text, meta)
+
+    def _draw(self, stream: str, held_out: bool) -> Iterator[tuple[Sequence[int], Entry]]:
+        """The tokens and entries of one side of the split, without end."""
+        others = 0
+        longest = 0
+        for entry in self._entries(stream):
+            if others == _DRAWS:
+                side = "held-out" if held_out else "training"
+                raise ValueError(
+                    f"data.task: no {side} question of {self.task} among {_DRAWS} draws with "
+                    f"these data.task_options, expected one of at most data.max_prompt_tokens "
+                    f"{self.max_prompt_tokens} tokens; the longest had {longest}. Make the task "
+                    "larger, or data.max_prompt_tokens"
+                )
+            others += 1
+            digest = sha256(f"{self.seed}/{entry['question']}".encode()).digest()
+            if (int.from_bytes(digest[:8]) % HELD_OUT == 0) != held_out:
+                continue
+            tokens = self.encode(entry["question"])
+            longest = max(longest, len(tokens))
+            if len(tokens) <= self.max_prompt_tokens:
+                others = 0
+                yield tokens, entry
+
+    def _entries(self, stream: str) -> Iterator[Entry]:
+        for chunk in count():
+            digest = sha256(f"{stream}/{chunk}".encode()).digest()
+            seed = int.from_bytes(digest[:4])
+            dataset = gym_dataset(self.task, self.options, seed, _CHUNK)
+            for number in range(_CHUNK):
+                yield dataset[number]
+
+
+def score(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """The package's score of a response: of what its last <answer> tags hold, or of all of it.
+
+    It runs in a worker process: some scorers search, or evaluate expressions.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    assert prompt.meta is not None  # `GymTask` fills it
+    answer = extract_answer(text)
+    if answer is None:
+        answer = text.strip()
+    scorer = _scorer(prompt.meta["task"], prompt.meta["options"])
+    try:
+        return float(scorer(answer=answer, entry=prompt.meta["entry"]))
+    except (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AttributeError):
+        return 0.0  # prime_factorization and others parse an answer without a check
+
+
+@lru_cache(64)
+def _scorer(task: str, options: str) -> Callable[..., float]:
+    return gym_dataset(task, json.loads(options), seed=0, size=1).score_answer
