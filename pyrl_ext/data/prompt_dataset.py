@@ -133,7 +133,10 @@ def build_source(plan: Plan) -> PromptDataset:
         ValueError: the task or the reward cannot be used.
     """
     if plan.tokenizer_path is None:
-        raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")
+        raise ValueError(
+            "model.tokenizer: null, expected the folder or the hub id of a tokenizer; prompts are "
+            "encoded with it"
+        )
     tokenizer = load_tokenizer(plan.tokenizer_path)
     eos = plan.hf.get("eos_token_id")
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)

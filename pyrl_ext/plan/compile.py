@@ -14,7 +14,13 @@ from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.defaults import fill
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key
 from pyrl_ext.plan.language.fields import InvalidField
-from pyrl_ext.plan.language.kind import check_kind, required_keys
+from pyrl_ext.plan.language.kind import (
+    REQUIRED,
+    check_kind,
+    has_rollouts,
+    required_keys,
+    with_required_bound,
+)
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
@@ -138,6 +144,8 @@ def _check_fields(source: Source) -> set[Key]:
             key = tuple(str(part) for part in each["loc"])
             if field_key(key) not in source.failed:
                 wrong.add(field_key(key))
+                if key in REQUIRED[has_rollouts(source.tree)]:
+                    each = with_required_bound(each)
                 source.report(key, describe(each, required_keys(source.tree, key)))
     return wrong
 

@@ -56,8 +56,8 @@ def test_compile_plan_lays_a_folder_over_the_keys_of_a_parent(folder: Path):
 def test_compile_plan_notes_what_it_fills_in(folder: Path):
     plan = compile_plan(folder / "first.yaml")
     assert (plan.run, plan.rollout.engine) == ("runs/first", "hf")
-    assert "run is left out: runs/first" in plan.notes
-    assert "rollout.engine is left out: hf, with device cpu" in plan.notes
+    assert "run is left out: the run folder is runs/first" in plan.notes
+    assert "rollout.engine is left out: it is hf, because device is cpu" in plan.notes
     (problem,) = problems_of(folder / "first.yaml", "device=cuda")
     assert ": rollout.engine: missing, expected a value; hf: embedded" in problem
 

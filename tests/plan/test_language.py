@@ -138,7 +138,8 @@ def test_resolve_starts_paths_where_they_are_written(folder: Path):
         ('""', "extends: '', expected another YAML file"),
         (
             "child.yaml",
-            "extends: {folder}/child.yaml -> {folder}/child.yaml, expected a parent that leads to",
+            "extends: {folder}/child.yaml -> {folder}/child.yaml is a circle, expected a parent "
+            "that does not extend this file. Remove one of these extends",
         ),
         (r'"\0"', "extends: '\\x00', expected another YAML file"),
         (r'"\ud800"', "extends: '\\ud800', expected another YAML file"),
@@ -174,7 +175,7 @@ def test_read_refuses_a_circle_through_the_second_parent(folder: Path):
     written(folder, "extends: [base/base.yaml, b.yaml]\n", "a.yaml")
     b = written(folder, "steps: 1\nextends: a.yaml\n", "b.yaml")
     (found,) = problems_of(folder / "a.yaml")
-    assert found.startswith(f"{b}:2: extends: {folder}/a.yaml -> {b} -> {folder}/a.yaml, expected")
+    assert found.startswith(f"{b}:2: extends: {folder}/a.yaml -> {b} -> {folder}/a.yaml is a circle")
 
 
 def test_read_refuses_a_pipe_instead_of_waiting_for_it(folder: Path):
@@ -199,7 +200,7 @@ def test_read_refuses_parents_in_a_circle(folder: Path):
     a.write_text("extends: b.yaml\n")
     b.write_text("steps: 1\nextends: a.yaml\n")
     (found,) = problems_of(a)
-    assert found.startswith(f"{b}:2: extends: {a} -> {b} -> {a}, expected a parent")
+    assert found.startswith(f"{b}:2: extends: {a} -> {b} -> {a} is a circle, expected a parent")
 
 
 def test_read_refuses_a_parent_that_is_no_yaml(folder: Path):

@@ -23,7 +23,7 @@ def fill(source: Source) -> None:
     name = Path(source.path).stem
     if "run" not in tree and source.path.endswith((".yaml", ".yml")):
         tree["run"] = f"runs/{name}"
-        source.notes.append(f"run is left out: runs/{name}")
+        source.notes.append(f"run is left out: the run folder is runs/{name}")
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(path := model.get("path"), str):
         rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
@@ -35,4 +35,4 @@ def fill(source: Source) -> None:
         return
     if "engine" not in rollout:
         rollout["engine"] = "hf"
-        source.notes.append("rollout.engine is left out: hf, with device cpu")
+        source.notes.append("rollout.engine is left out: it is hf, because device is cpu")

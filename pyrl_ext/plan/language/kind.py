@@ -59,6 +59,14 @@ def required_keys(tree: dict[str, Any], section: Key) -> list[str]:
     return keys
 
 
+def with_required_bound(error: ErrorDetails) -> ErrorDetails:
+    """An error of a required number with the bound that holds for it: the schema allows 0, which
+    stands for a key that the run does not read."""
+    if error["type"] == "greater_than_equal":
+        return {**error, "ctx": {"ge": 1}}
+    return error
+
+
 def check_kind(source: Source) -> set[Key]:
     """Record the keys that this kind of run does not read, and remove them; record those that it
     lacks, and return them. Routes are not replayed without rollouts."""

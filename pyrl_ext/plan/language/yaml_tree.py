@@ -237,8 +237,8 @@ def _read_parent(source: Source, name: str, chain: tuple[str, ...]) -> Source | 
     again = os.path.realpath(path) in map(os.path.realpath, chain)
     chain = (*chain, path)
     if again:
-        rule = "expected a parent that leads to no file again"
-        source.fail(("extends",), f"{' -> '.join(chain)}, {rule}")
+        rule = "expected a parent that does not extend this file. Remove one of these extends"
+        source.fail(("extends",), f"{' -> '.join(chain)} is a circle, {rule}")
         return None
     parent = Source(path, problems=source.problems, notes=source.notes, failed=source.failed)
     _read_file(parent, source)

@@ -81,4 +81,7 @@ def _missing(folder: Path | None, content: str) -> Found:
 @rule("model.tokenizer")
 def text_needs_a_tokenizer(plan: Plan) -> Found:
     if plan.model.tokenizer is None and plan.rollout.engine in ("hf", "vllm"):
-        return "null, expected a tokenizer; prompts of data.task and data.prompts are text"
+        return (
+            "null, expected the folder or the hub id of a tokenizer; prompts of data.task and "
+            "data.prompts are text, and the model reads tokens"
+        )
