@@ -1,9 +1,9 @@
-"""Time kernels: ``pyrl bench FAMILY... [--device cpu|cuda] [--threads N]``; ``--list`` names all.
+"""Time kernels; --list names all families.
 
 The family's tests run first, and each case is compared with its baselines: what is wrong is not
 timed, and ends the command with exit status 1. The floor is a copy of as many bytes as the
 operation must move, in the same run. Bars say how fast an idle machine should be. A bar that is
-missed is printed with ``!`` and counted in the last line; the exit status stays 0, since a busy or
+missed is printed with "!" and counted in the last line; the exit status stays 0, since a busy or
 another machine may miss it.
 """
 

@@ -36,6 +36,32 @@ def test_main_names_the_command_as_it_was_called(
         assert capsys.readouterr().out.startswith(f"usage: pyrl {name} ")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_main_helps_without_importing_torch(name: str):
+    """In words as they are typed, without the backticks of docstrings."""
+    script = (
+        "import sys; sys.argv[0] = 'pyrl'; from pyrl_ext.cli import main\n"
+        f"try: main([{name!r}, '--help'])\n"
+        "except SystemExit as stopped: sys.exit(stopped.code + 100 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: pyrl {name} ")
+    assert "`" not in done.stdout and "python -m" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["plan", "train", "serve"])
+@pytest.mark.parametrize("words", [["--optimizer.lr", "1e-6"], ["--optimizer.lr=1e-6"]])
+def test_main_says_how_a_key_is_written(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as stopped:
+        main([name, str(ROOT / "configs/tiny.yaml"), *words])
+    assert stopped.value.code == 2
+    said = f"{words[0]}: a key of the config has no dashes. Write optimizer.lr=1e-6"
+    assert said in capsys.readouterr().err
+
+
 def test_main_returns_the_exit_code_of_the_command(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(ROOT / "configs/tiny.yaml")]) == 0
     assert main(["plan", str(ROOT / "configs/tiny.yaml"), "parallel.tp=3"]) == 2

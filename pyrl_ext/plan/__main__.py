@@ -1,4 +1,4 @@
-"""`python -m pyrl_ext.plan CONFIG [section.key=value ...]`: check a plan and show it."""
+"""Check a config and show its plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pyrl_ext.plan.command import called
+from pyrl_ext.plan.command import called, parse
 from pyrl_ext.plan.compile import compile_plan
 from pyrl_ext.plan.language.errors import ConfigError, Problem
 from pyrl_ext.plan.plan import Plan
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
     parser.add_argument("--all", action="store_true", help="every field, not only what is set")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures as well")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
     if options.schema or options.reference:
         from pyrl_ext.plan.show import reference
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyrl_ext.plan.compile import compile_plan
-from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.language.errors import ConfigError, fields_of
 from pyrl_ext.plan.plan import Plan
 
 
@@ -26,6 +26,23 @@ def plan_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says; where it is wrong, exit with code 2 and say why.
+
+    A key of the config that is written as an option, such as ``--optimizer.lr 1e-6``, is refused
+    with the way to write it.
+    """
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if not unknown:
+        return options
+    name, _, value = unknown[0].removeprefix("--").partition("=")
+    if unknown[0].startswith("--") and name.split(".")[0] in fields_of():
+        if not value:
+            value = unknown[1] if len(unknown) > 1 else "VALUE"
+        parser.error(f"{unknown[0]}: a key of the config has no dashes. Write {name}={value}")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+
+
 def parse_plan(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, ranks: int | None = None
 ) -> tuple[argparse.Namespace, Plan | None]:
@@ -34,7 +51,7 @@ def parse_plan(
     Args:
         ranks: number of processes of the run; None: unknown
     """
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
     overrides = list(options.overrides)
     if allowed := vars(options).get("allow"):  # an option of `pyrl train`
         overrides.append(f"resume_allow=[{','.join(allowed)}]")

@@ -1,4 +1,4 @@
-"""List the shipped configs, or copy one: ``pyrl configs [--copy NAME [FOLDER]]``.
+"""List the shipped configs, or copy one.
 
 A config is copied with all that it extends and reads, to FOLDER/configs/, here by default: the
 commands in its comments work in FOLDER, and so do functions such as configs.examples.reward:near.

@@ -1,8 +1,6 @@
-"""``pyrl doctor [CONFIG [section.key=value ...]]``: show what this machine has and what it allows.
+"""Show what this machine has and what it allows; with a config, whether it can run the plan."""
 
-With a config, also whether this machine can run the plan. Every package of a run may be missing or
-broken here, so this module imports them inside functions.
-"""
+# Every package of a run may be missing or broken here, so this module imports them in functions.
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyrl_ext.plan.command import called
+from pyrl_ext.plan.command import called, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pass-k", metavar="K,...", help="k of pass@k, such as 1,8")
     parser.add_argument("--prompts", type=int, help="most held-out prompts")
     parser.add_argument("--out", type=Path, help="folder of results; eval/ in the run folder")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments)
     if not options.target.exists():
         print(f"eval: {options.target} does not exist", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""``python -m pyrl_ext.train CONFIG [section.key=value ...]``: compile the plan and run it.
+"""Compile the plan of a config and run it.
 
 A config that does not hold is refused in a second, before torch is imported.
 """

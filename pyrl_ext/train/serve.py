@@ -1,4 +1,4 @@
-"""``python -m pyrl_ext.train.serve CONFIG [section.key=value ...]``: run this host's engines.
+"""Run the engines of this host.
 
 Each engine is a server in a separate process group, with a log file. One that ends or no longer
 answers is started again; it joins when the trainer next publishes.
