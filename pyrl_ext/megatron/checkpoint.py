@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
-from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import with_local_keys, without_states
 from pyrl_ext.parallel.atomic_write import find_damage, write_digests
+from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 

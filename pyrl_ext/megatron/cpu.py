@@ -11,10 +11,11 @@ import ctypes
 import functools
 import importlib
 import inspect
-import warnings
 from typing import Any
 
 import torch
+
+from pyrl_ext.parallel.suppress_warnings import hide_gpu_warnings
 
 CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
@@ -64,7 +65,7 @@ def _on_cpu(factory: Any) -> Any:
 @functools.cache
 def install() -> None:
     """Patch megatron-core and torch.cuda to run on the CPU, once per process."""
-    warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+    hide_gpu_warnings()
     _answer_torch_cuda()
     _answer_random_state()
     _answer_cuda_literals()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.ops.tensors import on_gpu
+from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.plan import Plan
 
 

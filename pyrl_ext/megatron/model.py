@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.nn import Module
 
 from pyrl_ext.megatron.config import transformer_config
-from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import use_kernels
+from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 

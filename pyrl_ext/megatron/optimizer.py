@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.megatron.ddp import buffers
-from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.parallel.saved_tensors import Block, SavedTensors
+from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from pyrl_ext.megatron.config import tower_config
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
-from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.ops.tensors import to_device
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import RankCoords, Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage

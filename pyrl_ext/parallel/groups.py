@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.ops.tensors import on_gpu
+from pyrl_ext.parallel.suppress_warnings import hide_warnings
 from pyrl_ext.plan.groups import WORLD, RankGroup
 from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
+
+hide_warnings()  # whoever imports megatron-core imports this module before
 
 # megatron-core 0.19.2 has other names for these: it divides data-parallel ranks further for ways of
 # splitting weights and optimizers that are not used here

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,13 +22,6 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import dynamic_cp_groups, groups_of
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.ranks import ranks_problem
-
-# said once per import of megatron-core; the plan's backend decides, not what happens to be there
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
-warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointing.*")
-warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
-warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -249,3 +250,11 @@ def compilers(_group: dist.ProcessGroup) -> tuple[bool, ...]:
 
 def test_import_megatron_brings_no_compiler_with_it():
     assert run_ranks(compilers, 1) == [(True,) * 5]
+
+
+@pytest.mark.parametrize("module", ["train.loop", "megatron.model", "tools.exported"])
+def test_imports_of_a_run_say_nothing(module: str):
+    """megatron-core warns as it is imported, of packages that no plan of this machine needs."""
+    command = [sys.executable, "-c", f"import pyrl_ext.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
