@@ -77,6 +77,7 @@ class Policy:
         self.edges = edges or {}
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
+        self._flat = False  # the gradient of the last update was exactly 0
         self.stream = stream_of(self.topo.device)
 
     @property
@@ -250,12 +251,15 @@ class Policy:
                 "the weights are as they were before it"
             )
         metrics |= self.step_optimizer()
-        if metrics["grad_norm"] == 0 and self.topo.is_main:
+        flat = metrics["grad_norm"] == 0
+        if flat and not self._flat and self.topo.is_main:
             print(
                 f"update {self.updates - 1}: the gradient is exactly 0, nothing is trained. Unless "
-                "all advantages are 0, look for a loss that detaches log-probs or frozen weights",
+                "all advantages are 0, look for a loss that detaches log-probs or frozen weights. "
+                "(Not repeated until a gradient is not 0)",
                 flush=True,
             )
+        self._flat = flat
         return metrics
 
     def step_optimizer(self) -> dict[str, float]:

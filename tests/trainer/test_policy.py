@@ -210,3 +210,21 @@ def test_router_hook_keeps_the_routes_of_a_microbatch_for_recomputation(folder, 
                     backwards()
                 assert is_checkpointing()  # what megatron leaves behind
         assert policy.llm.replay.is_clear and not is_checkpointing()
+
+
+def test_update_says_once_that_gradients_are_zero(folder, capsys):
+    plan = compiled("glm", folder, ())
+    weights = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    with passes.built(plan) as policy:
+        batch = parity.batches(plan, mtp_routes=False)[0]
+        shard = passes.shard_of(policy, batch, deal(len(batch.seqlens), 1, 1, 1))
+        for weight in weights:
+
+            def weighed(logprobs, entropy, fields, weight=weight):
+                count = fields.loss_mask.sum()
+                return weight * torch.where(fields.loss_mask, -logprobs, 0).sum(), count, {}
+
+            metrics = policy.update(shard, weighed)
+            assert (metrics["grad_norm"] == 0) == (weight == 0)
+    said = [line for line in capsys.readouterr().out.splitlines() if "is exactly 0" in line]
+    assert [line.split(":")[0] for line in said] == ["update 1", "update 5"]
