@@ -34,7 +34,8 @@ class RunFolder:
     ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/``, ``wandb/`` and
     every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end;
     ``plan_changes.jsonl`` when a resume changed the plan or another run's weights were the start.
-    An earlier run that ``resume=never`` replaced is in ``before-<n>/``.
+    An earlier run that ``resume=never`` replaced is in ``before-<n>/``; the ``error.txt`` of a start
+    that failed is ``error-<n>.txt`` once the run goes on.
 
     Attributes:
         saved_at: the step of the newest checkpoint; None: there is none.
@@ -127,6 +128,7 @@ class RunFolder:
             self._recorder = Recorder(self.path / folder, self.topo, policy.step)
         if not self.topo.is_main:
             return
+        self._set_error_aside()
         if newest is not None:
             self._announce(newest, policy.step)
         if change is not None:
@@ -180,21 +182,32 @@ class RunFolder:
                 "report.png",
                 "report.html",
                 "report.csv",
-                "error.txt",
+                *(path.name for path in self.path.glob("error*.txt")),
                 "trace",
                 "wandb",
                 *self._recorded(),
             ]
             held = [self.path / name for name in names if (self.path / name).exists()]
             if held:
-                number = 1
-                while (before := self.path / f"before-{number}").exists():
-                    number += 1
+                before = self._unused("before-{}")
                 before.mkdir()
                 for each in held:
                     each.rename(before / each.name)
                 print(f"resume=never: the earlier run moved to {before}", flush=True)
         dist.barrier()
+
+    def _set_error_aside(self) -> None:
+        """Rename ``error.txt`` of an earlier start: it would speak of a run that goes on."""
+        error = self.path / "error.txt"
+        if error.exists():
+            error.rename(self._unused("error-{}.txt"))
+
+    def _unused(self, name: str) -> Path:
+        """The first of ``name`` with 1, 2, ... in its place that does not exist."""
+        number = 1
+        while (path := self.path / name.format(number)).exists():
+            number += 1
+        return path
 
     def _recorded(self) -> set[str]:
         """The folders of recorded samples: this run's, and that of the earlier one."""

@@ -252,9 +252,8 @@ def test_import_megatron_brings_no_compiler_with_it():
     assert run_ranks(compilers, 1) == [(True,) * 5]
 
 
-@pytest.mark.parametrize("module", ["train.loop", "megatron.model", "tools.exported"])
-def test_imports_of_a_run_say_nothing(module: str):
+def test_imports_of_a_run_say_nothing():
     """megatron-core warns as it is imported, of packages that no plan of this machine needs."""
-    command = [sys.executable, "-c", f"import pyrl_ext.{module}"]
+    command = [sys.executable, "-c", "import pyrl_ext.train.loop"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -99,6 +99,16 @@ def test_resume_leaves_an_equal_plan_alone_and_survives_a_full_disk(three, tmp_p
         assert (folder / "plan.json").stat().st_ino == written.st_ino
 
 
+def test_resume_sets_the_error_of_an_earlier_start_aside(copy):
+    for number in (1, 2):
+        (copy / "error.txt").write_text(f"failure {number}")
+        assert run(copy, f"steps={3 + number}") == 0
+        assert not (copy / "error.txt").exists()
+        assert (copy / f"error-{number}.txt").read_text() == f"failure {number}"
+    assert run(copy, "steps=1", "resume=never") == 0
+    assert (copy / "before-1/error-2.txt").exists() and not [*copy.glob("error*")]
+
+
 def test_check_names_a_plan_that_is_no_mapping(copy, capsys):
     (copy / "plan.json").write_text("[]")
     assert run(copy, "steps=4") == 2

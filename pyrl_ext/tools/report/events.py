@@ -56,7 +56,7 @@ def _files(run: int, folder: Folder) -> Iterator[ReportEvent]:
         yield ReportEvent(
             run, step, "checkpoint", "whole" if whole else "without counters: not finished"
         )
-    if (error := folder.path / "error.txt").is_file():
+    for error in sorted(folder.path.glob("error*.txt")):
         yield ReportEvent(run, None, "error", last_line(error))
     for path in sorted(folder.path.glob("before-*")):
         yield ReportEvent(
