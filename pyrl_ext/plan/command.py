@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pyrl_ext.plan.compile import compile_plan
@@ -43,13 +43,21 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
 
+def _print_error(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
 def parse_plan(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, ranks: int | None = None
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    ranks: int | None = None,
+    say: Callable[[str], object] = _print_error,
 ) -> tuple[argparse.Namespace, Plan | None]:
-    """The options and the compiled plan; None if it does not hold, after printing why.
+    """The options and the compiled plan; None if it does not hold, after saying why.
 
     Args:
         ranks: number of processes of the run; None: unknown
+        say: prints the reason
     """
     options = parse(parser, arguments)
     overrides = list(options.overrides)
@@ -58,9 +66,9 @@ def parse_plan(
     try:
         plan = compile_plan(options.config, overrides, ranks)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return options, None
     if plan.unsupported:
-        print("\n".join(f"cannot run: {reason}" for reason in plan.unsupported), file=sys.stderr)
+        say("\n".join(f"cannot run: {reason}" for reason in plan.unsupported))
         return options, None
     return options, plan

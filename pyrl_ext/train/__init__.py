@@ -6,7 +6,7 @@ A config that does not hold is refused in a second, before torch is imported.
 import sys
 from collections.abc import Sequence
 
-from pyrl_ext.parallel.launch import launched
+from pyrl_ext.parallel.launch import launched, refuse
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.ranks import ranks_problem
@@ -23,15 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = plan_parser("pyrl_ext.train", __doc__)
     help_text = "keys that may change when the run is resumed: sets resume_allow"
     parser.add_argument("--allow", action="append", metavar="KEY[,KEY...]", help=help_text)
-    options, plan = parse_plan(parser, arguments, ranks or None)
+    options, plan = parse_plan(parser, arguments, ranks or None, refuse)
     if plan is None:
         return 2
     if plan.device == "cuda" and (problem := missing_gpu(plan, options.config)):
-        print(problem, file=sys.stderr)
-        return 2
+        return refuse(problem)
     if problem := ranks_problem(plan, ranks or 1):
-        print(f"{options.config}: {problem}", file=sys.stderr)
-        return 2
+        return refuse(f"{options.config}: {problem}")
     from pyrl_ext.train.loop import start  # brings torch and megatron-core
 
     return start(plan)

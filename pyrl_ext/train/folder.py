@@ -34,8 +34,8 @@ class RunFolder:
     ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/``, ``wandb/`` and
     every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end;
     ``plan_changes.jsonl`` when a resume changed the plan or another run's weights were the start.
-    An earlier run that ``resume=never`` replaced is in ``before-<n>/``; the ``error.txt`` of a start
-    that failed is ``error-<n>.txt`` once the run goes on.
+    An earlier run that ``resume=never`` replaced is in ``before-<n>/``; ``error.txt`` of a start
+    that failed becomes ``error-<n>.txt`` when the run goes on.
 
     Attributes:
         saved_at: the step of the newest checkpoint; None: there is none.

@@ -267,6 +267,14 @@ def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys, 
     assert not folder.exists()
 
 
+def test_torchrun_ends_with_the_reason_for_refusing_a_run(tmp_path):
+    command = two_ranks(tmp_path / "run", "parallel.dp=3")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    _, _, last = done.stderr.partition("Root Cause (first observed failure):")
+    assert f"{CONFIG}: parallel: dp 3 * tp 1 * pp 1 * cp 1 = 3 processes, but the run has 2" in last
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 def test_main_says_on_one_message_what_to_do_without_a_gpu(tmp_path, capsys):
     config = "configs/glm47.yaml"
