@@ -12,6 +12,8 @@ from pyrl_ext.plan.language.errors import ConfigError, Problem
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.ranks import ranks_problem
 
+_FILE_WIDTH = 160  # characters of a line that goes to a file or to another program
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: the plan holds; 2: it does not, and stderr has a problem a line."""
@@ -69,7 +71,9 @@ def _answer(options: argparse.Namespace) -> int:
 
     from pyrl_ext.plan.show.terminal import print_plan
 
-    print_plan(plan, Console(), everything=options.all)
+    in_terminal = sys.stdout.isatty()
+    console = Console(width=None if in_terminal else _FILE_WIDTH)
+    print_plan(plan, console, everything=options.all, in_full=not in_terminal)
     return 0
 
 

@@ -12,13 +12,16 @@ from pyrl_ext.plan.show.summary import Summary, Table, values
 _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
 
 
-def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
+def print_plan(
+    plan: Plan, console: Console, everything: bool = False, in_full: bool = False
+) -> None:
     """Print verdicts, facts, memory, time, stages, changed fields, notes and unsupported features.
 
     Args:
         plan: the compiled plan
         console: where to print
         everything: print every field and not only changed ones, and reasons in full
+        in_full: print reasons in full
     """
     summary = Summary(plan)
     console.print(f"[bold]{escape(plan.source)}[/]", soft_wrap=True)
@@ -27,7 +30,7 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         verdicts.add_row(f"[{_TONES[tone]}]{answer}[/]", escape(detail))
     console.print(verdicts)
     for table in summary.tables():
-        print_table(table, console, everything)
+        print_table(table, console, everything or in_full)
     for sentence in (*summary.time.assumed, summary.time.error) if summary.time else ():
         console.print(f"[dim]{escape(sentence)}[/]")
     title = "every field" if everything else "not the default (--all: every field, all words)"
