@@ -51,13 +51,17 @@ class Arguments:
         self.names = list(declared)
 
     def check(self, *tensors: Any) -> None:
-        """Raises: ValueError, ``dtype_error``. An optional argument that is None always fits."""
+        """Raises: ValueError, ``dtype_error``; TypeError for another thing than a tensor. An
+        optional argument that is None always fits."""
         sizes = {"": 1}
         seen: dict[str, Any] = {}  # shapes by how they are declared, for those declared alike
         device = None
         for tensor, (text, dimensions, dtypes, like) in zip(tensors, self.declared, strict=True):
             if tensor is None:
                 continue
+            if not isinstance(tensor, Tensor):
+                for name, each in zip(self.names, tensors):
+                    need_tensor(self.where, name, each)
             shape = tensor.shape
             if text in seen:
                 fits = shape == seen[text]
@@ -92,6 +96,12 @@ class Arguments:
         return ValueError(
             f"{self.where}: {found.replace(' on ', ' is on ', 1)}, expected one device"
         )
+
+
+def need_tensor(where: str, name: str, value: object) -> None:
+    """Raise TypeError if the argument ``name`` of the operator ``where`` is no tensor, nor None."""
+    if value is not None and not isinstance(value, Tensor):
+        raise TypeError(f"{where}: {name} is {value!r:.60}, expected a tensor")
 
 
 def shapes(**tensors: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 That backends equal the reference, and the gradients, is in the file of each operator."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyrl_ext import ops
 from pyrl_ext.ops import use_backend
 from pyrl_ext.ops._op import Op
 from tests.helpers.bad_arguments import Bad, bad_calls
@@ -97,6 +99,27 @@ def test_Op_refuses_arguments_that_do_not_fit(bad: Bad, backend: str):
     assert where in (bad.op, bad.op.removesuffix("_grad")) and bad.message in message
     if bad.error is IndexError:  # the whole of it
         assert message.startswith(bad.message)
+
+
+FUNCTIONS = {
+    name: function
+    for name, function in vars(ops).items()
+    if inspect.isfunction(function) and name in {bad.op for bad in BAD}
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_refuse_what_is_no_tensor(name: str):
+    function = FUNCTIONS[name]
+    given = inspect.signature(function).parameters.values()
+    required = [each for each in given if each.default is each.empty]
+    with pytest.raises(TypeError, match=rf"^{name}: \w+ is 1\.5, expected a tensor$"):
+        function(*(1.5 for _ in required))
+
+
+def test_gather_rows_refuses_a_number_as_fill():
+    with pytest.raises(TypeError, match=r"^gather_rows: fill is -1\.0, expected a tensor$"):
+        ops.gather_rows(torch.zeros(3, 2), torch.tensor([0, -1]), -1.0)
 
 
 # Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------

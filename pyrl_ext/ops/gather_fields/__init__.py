@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import need_tensor
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.gather_rows.inverse import check_range
 from pyrl_ext.ops.tensors import on_gpu
@@ -138,6 +139,7 @@ def gather_fields(
         IndexError: an entry of ``rows`` is out of range (on CPU; see
             :func:`~pyrl_ext.ops.gather_rows`).
     """
+    need_tensor("gather_fields", "rows", rows)
     if rows.ndim != 1 or rows.dtype != torch.int64:
         raise TypeError(
             f"gather_fields: rows is {rows.dtype} {list(rows.shape)}, expected torch.int64 [M]"
@@ -150,6 +152,7 @@ def gather_fields(
     if pin and on_gpu(rows):
         raise ValueError(f"gather_fields: pin with rows on {rows.device}, expected them on cpu")
     for f, field in enumerate(fields):
+        need_tensor("gather_fields", f"fields[{f}]", field)
         _check(f, field, fields[0], rows)
     flat = op(fields, rows, fills, pin)
     return Fields(flat, _views(flat, fields, rows.shape[0]))

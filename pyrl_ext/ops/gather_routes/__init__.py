@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._arguments import INT64, Arguments
+from pyrl_ext.ops._arguments import INT64, Arguments, need_tensor
 from pyrl_ext.ops._op import Op
 
 ROUTE_DTYPES = (torch.uint8, torch.uint16)
@@ -106,6 +106,7 @@ def count_routes(routes: Tensor, rows: Tensor, num_experts: int) -> Tensor:
 
     Returns: [L, num_experts] int64.
     """
+    need_tensor("count_routes", "routes", routes)
     layers = routes.shape[1]
     chosen = gather_routes(routes, rows, range(layers), num_experts).flatten(1).long()
     chosen += torch.arange(layers)[:, None] * num_experts

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._arguments import need_tensor
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.tensors import on_gpu
 
@@ -105,6 +106,7 @@ def invert_rows(rows: Tensor, num_src: int) -> Inverse:
         IndexError: an entry of ``rows`` is out of range (on CPU; on a GPU it is not checked, since
             that would wait for the device).
     """
+    need_tensor("invert_rows", "rows", rows)
     if rows.ndim != 1 or rows.dtype != torch.int64:
         raise TypeError(
             f"invert_rows: rows is {rows.dtype} {list(rows.shape)}, expected torch.int64 [M]"

@@ -95,8 +95,8 @@ def replay_probs(
         IndexError: an entry of ``ids`` is out of range (on CPU). On a GPU no kernel checks, since
             that would wait for the device, and the native and Triton ones read out of bounds.
     """
-    out_dtype = scores.dtype if out_dtype is None else out_dtype
     _ARGUMENTS.check(scores, ids)
+    out_dtype = scores.dtype if out_dtype is None else out_dtype
     if ids.shape[1] > scores.shape[1]:
         raise ValueError(
             f"replay_probs: {ids.shape[1]} ids a token, expected at most the {scores.shape[1]} "
