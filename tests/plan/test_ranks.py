@@ -42,6 +42,12 @@ def test_compile_plan_takes_a_dp_that_is_left_out_from_the_processes(
     assert Plan.from_json(plan.to_json()).parallel.dp == dp  # a saved plan says what was used
 
 
+def test_compile_plan_says_for_how_many_processes_experts_can_be_spread(small: Path):
+    with pytest.raises(ConfigError, match=r"raise dp to 2; .* pyrl plan --ranks 4$"):
+        compile_plan(small, ["parallel.ep=2", "parallel.pp=2"])
+    assert compile_plan(small, ["parallel.ep=2", "parallel.pp=2"], 4).parallel.dp == 2
+
+
 def test_compile_plan_leaves_a_dp_that_is_set(small: Path):
     plan = compile_plan(small, ["parallel.dp=2"], 4)
     assert plan.parallel.dp == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
@@ -90,9 +92,15 @@ def experts_fit_the_world(plan: Plan) -> Found:
     stage = parallel.world_size // parallel.pp
     span = parallel.ep * parallel.etp_size
     if stage % span:
+        step = span // math.gcd(span, parallel.tp * parallel.cp)
+        dp = (parallel.dp // step + 1) * step  # the next one that would do
+        own = plan.world_size - parallel.world_size  # of encoders
+        ranks = parallel.world_size // parallel.dp * dp + own
         return (
             f"ep {parallel.ep} * etp {parallel.etp_size} = {span} does not divide the {stage} "
-            f"ranks of a pipeline stage (dp {parallel.dp} * tp {parallel.tp} * cp {parallel.cp}), "
-            "expected a divisor; experts are spread over the ranks of one stage. Lower ep, or "
-            "raise dp"
+            f"{'rank' if stage == 1 else 'ranks'} of a pipeline stage (dp {parallel.dp} * tp "
+            f"{parallel.tp} * cp {parallel.cp}), expected a divisor; experts are spread over the "
+            f"ranks of one stage. Lower ep, or raise dp to {dp}; where parallel.dp is left out it "
+            f"follows from the processes: start {ranks}, or plan for them with pyrl plan --ranks "
+            f"{ranks}"
         )
