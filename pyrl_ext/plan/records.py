@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyrl_ext.plan.language.paths import relative
+
 SHOWN_PROBLEMS = 50
 LISTED_PLACES = 3  # of records that share a mistake; of more than these, the first one and a count
 LOOKED_AT = 100  # first records that a plan looks at
@@ -175,6 +177,44 @@ def first_lines(path: str) -> Iterator[tuple[int, bytes]]:
             if line.strip():
                 records += 1
                 yield number, line.removesuffix(b"\n")
+
+
+def first_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The first rows of a .parquet file, of its first row group, without their nulls.
+
+    Raises: Broken; pyarrow cannot read the file.
+    """
+    import pyarrow  # takes longer than all of a plan without such files
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path, buffer_size=_LONGEST) as file:
+            groups = [0] if file.num_row_groups else []
+            for batch in file.iter_batches(LOOKED_AT, row_groups=groups):
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
+                return
+    except (pyarrow.ArrowException, OSError) as error:
+        raise Broken(" ".join(str(error).split()), "a parquet file") from None
+
+
+def first_records(path: str) -> Iterator[tuple[int, str, Any]]:
+    """(number, place, record) of the first records of a .jsonl or .parquet file; of a line that
+    is not JSON the `Broken` in place of the record.
+
+    Raises: Broken, OSError; the file cannot be read.
+    """
+    shown = relative(path)
+    if path.endswith(".parquet"):
+        for number, row in enumerate(first_rows(path)):
+            yield number, f"{shown}: row {number}", row
+        return
+    for line, text in first_lines(path):
+        try:
+            record = parse(text)
+        except Broken as broken:
+            record = broken
+        yield line, f"{shown}:{line}", record
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from pyrl_ext.plan import compile_plan
@@ -114,6 +116,28 @@ def test_first_lines_are_few_and_whole(tmp_path: Path):
     assert len(found) == 100
     path.write_text("7" * 3_000_000 + "\n8\n")
     assert [*first_lines(str(path))] == []
+
+
+def test_compile_plan_looks_at_the_first_rows_of_a_parquet_file(folder: Path):
+    (folder / "config.json").write_text(TINY.read_text())
+    path = folder / "rows.yaml"
+    path.write_text(SMALL.replace("task: copy", "prompts: a.parquet, reward: json:loads"))
+    rows = folder / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "answer": ["3", None]}), rows)
+    assert compile_plan(path).data.prompts == "a.parquet"
+    (problem,) = problems_of(path, "data.reward=pyrl_ext.data.rewards:exact_match")
+    assert f"data.prompts: {rows}: row 1: no answer, expected one; the reward" in problem
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1"] * 200}), rows)
+    (problem,) = problems_of(path)
+    assert "100 of the first 100 records: fields question, expected either" in problem
+    assert problem.endswith(f"first at {rows}: row 0")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": []}), rows)
+    (problem,) = problems_of(path)
+    assert f"{rows}: no records, expected at least one" in problem
+    rows.write_text('{"prompt": "1"}')
+    (problem,) = problems_of(path)
+    assert f"data.prompts: {rows}: Parquet magic bytes not found" in problem
+    assert problem.endswith(", expected a parquet file")
 
 
 @pytest.mark.parametrize(

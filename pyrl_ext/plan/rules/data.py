@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pyrl_ext.plan.gym_tasks import gym_option_problems, gym_task_problem, is_gym_task
 from pyrl_ext.plan.language.errors import show
@@ -14,9 +17,8 @@ from pyrl_ext.plan.records import (
     Broken,
     Mistakes,
     check_fields,
-    first_lines,
+    first_records,
     has_chat_template,
-    parse,
     rename,
 )
 from pyrl_ext.plan.rules._rule import Found, data_file_problem, in_config, relative, rule
@@ -129,23 +131,37 @@ def first_records_of_sets_have_their_fields(plan: Plan) -> Found:
 
 
 def _mistakes(plan: Plan, name: str | None, reward: str | None, rollouts: bool) -> list[str]:
-    """The mistakes in the first records of the .jsonl file `name`."""
-    file = _json_lines(plan, name)
+    """The mistakes in the first records of the file `name`."""
+    file = _readable(plan, name)
     if file is None:
         return []
     mistakes = Mistakes()
     looked_at = 0
-    for line, text in first_lines(file):
-        looked_at += 1
-        try:
-            record = check_fields(rename(parse(text), plan.data.columns), rollouts)
-            if reward_function(reward or "") in _COMPARE and record.get("answer") is None:
-                raise Broken("no answer", f"one; the reward {reward} compares with it")
-        except Broken as broken:
-            mistakes.add(line, f"{relative(file)}:{line}", str(broken))
+    try:
+        for number, where, record in first_records(file):
+            looked_at += 1
+            if problem := _problem(record, plan.data.columns, reward, rollouts):
+                mistakes.add(number, where, problem)
+    except Broken as broken:
+        return [f"{relative(file)}: {broken}"]
     if not looked_at:
         return [f"{relative(file)}: no records, expected at least one"]
     return mistakes.lines(f"the first {looked_at} records")
+
+
+def _problem(
+    record: Any, columns: Mapping[str, str], reward: str | None, rollouts: bool
+) -> str | None:
+    """Why a record cannot be used; None: it can, as far as a plan can tell."""
+    if isinstance(record, Broken):
+        return str(record)
+    try:
+        fields = check_fields(rename(record, columns), rollouts)
+    except Broken as broken:
+        return str(broken)
+    if reward_function(reward or "") in _COMPARE and fields.get("answer") is None:
+        return str(Broken("no answer", f"one; the reward {reward} compares with it"))
+    return None
 
 
 @rule("model.tokenizer")
@@ -158,8 +174,9 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
         return None
     why = None
     for key in ("path", "eval_prompts", "prompts"):
-        if (file := _json_lines(plan, getattr(plan.data, key))) and (line := _first_messages(file)):
-            why = f"{relative(file)}:{line} holds messages"
+        file = _readable(plan, getattr(plan.data, key))
+        if file is not None and (where := _first_messages(file)):
+            why = f"{where} holds messages"
     if plan.data.chat:
         why = "data.chat is true"
     if plan.turns.environment in ("messages", "tools"):
@@ -173,20 +190,21 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
     )
 
 
-def _first_messages(file: str) -> int | None:
-    """The first line with messages, of those that are looked at."""
-    for line, text in first_lines(file):
-        with suppress(Broken):
-            record = parse(text)
+def _first_messages(file: str) -> str | None:
+    """The place of the first record with messages, of those that are looked at."""
+    with suppress(Broken):  # another rule reports it
+        for _, where, record in first_records(file):
             if isinstance(record, dict) and "messages" in record:
-                return line
+                return where
     return None
 
 
-def _json_lines(plan: Plan, name: str | None) -> str | None:
-    """The path of the .jsonl file `name`; None: another kind, or none."""
-    if name is None or not name.endswith(".jsonl"):
+def _readable(plan: Plan, name: str | None) -> str | None:
+    """The path of the data file `name`; None: it cannot be read here, or is of another kind."""
+    if name is None or not name.endswith((".jsonl", ".parquet")):
         return None
+    if name.endswith(".parquet") and find_spec("pyarrow") is None:
+        return None  # which the trainer needs, and a machine for plans may lack
     path = plan.resolve(name)
     return path if os.path.isfile(path) and os.access(path, os.R_OK) else None
 
