@@ -53,8 +53,8 @@ def test_quickstart_shows_a_config_of_at_most_eight_lines():
     )  # fmt: skip
     assert (plan.run, plan.rollout.engine) == ("runs/quickstart", "hf")
     assert {
-        "run is left out: runs/quickstart",
-        "rollout.engine is left out: hf, with device cpu",
+        "run is left out: the run folder is runs/quickstart",
+        "rollout.engine is left out: it is hf, because device is cpu",
     } <= {*plan.notes}
 
 

@@ -62,6 +62,23 @@ def test_compile_plan_notes_what_it_fills_in(folder: Path):
     assert ": rollout.engine: missing, expected a value; hf: embedded" in problem
 
 
+def test_compile_plan_takes_a_first_config_of_six_lines(folder: Path):
+    path = folder / "six.yaml"
+    path.write_text(
+        "device: cpu\n"
+        "model: {path: model}\n"
+        "batching: {prompts: 16, samples_per_prompt: 8}\n"
+        "rollout: {max_new_tokens: 12}\n"
+        "optimizer: {lr: 3e-3}\n"
+        "data: {task: countdown, max_prompt_tokens: 16}\n"
+    )
+    plan = compile_plan(path)
+    assert (plan.steps, plan.batching.tokens_per_microbatch) == (100, 8192)
+    problems = problems_of(path, "rollout.max_new_tokens=9000", "data.max_prompt_tokens=1000")
+    longest = "batching.tokens_per_microbatch: 8192, expected at least 9999"
+    assert any(longest in problem for problem in problems)
+
+
 def test_compile_plan_refuses_a_folder_without_a_model(folder: Path):
     path = folder / "first.yaml"
     rule = "expected a Hugging Face folder, relative to this file, with config.json in it"

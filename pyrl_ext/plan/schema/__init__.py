@@ -89,7 +89,7 @@ class Batching(Section):
     """records of data.path per step (objective: sft)"""
     minibatches: Positive = 1
     """optimizer steps per step; whole groups each"""
-    tokens_per_microbatch: Positive
+    tokens_per_microbatch: Positive = 8192
     """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
     times as many; bounds activations"""
 
@@ -312,7 +312,7 @@ class Config(Section):
     """CPU threads of each rank; 0: as many as torch takes"""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """of weights, data and sampling"""
-    steps: Positive
+    steps: Positive = 100
     """steps of the run"""
     run: Text
     """run folder, relative to where the command is started; left out: runs/<name of this file>"""
