@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 # what it says, where that is enough to find it -> its category
@@ -33,7 +33,7 @@ def hide_gpu_warnings() -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     """Inside, warnings are off: what megatron-core says at every build of a model or optimizer."""
     before = logging.root.manager.disable
     with warnings.catch_warnings():
