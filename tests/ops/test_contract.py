@@ -118,8 +118,9 @@ def test_functions_refuse_what_is_no_tensor(name: str):
 
 
 def test_gather_rows_refuses_a_number_as_fill():
+    fill: Any = -1.0
     with pytest.raises(TypeError, match=r"^gather_rows: fill is -1\.0, expected a tensor$"):
-        ops.gather_rows(torch.zeros(3, 2), torch.tensor([0, -1]), -1.0)
+        ops.gather_rows(torch.zeros(3, 2), torch.tensor([0, -1]), fill)
 
 
 # Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------
