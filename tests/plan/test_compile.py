@@ -29,6 +29,7 @@ from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
 pytestmark = pytest.mark.multiprocess
 
+COUNTDOWN = REPOSITORY / "configs/tiny.yaml"
 BROKEN = sorted((REPOSITORY / "tests/plan/broken_configs").glob("*.yaml"))
 GLM47 = REPOSITORY / "configs/glm47/config.json"
 ROUNDED = "logprob.accept_rounded_logits=true"
@@ -206,6 +207,62 @@ def test_compile_plan_reports_only_overrides_beside_a_missing_file(tmp_path: Pat
 
 def test_compile_plan_refuses_a_folder(tmp_path: Path):
     assert problems_of(tmp_path) == [f"{tmp_path}: Is a directory, expected a YAML file"]
+
+
+def test_compile_plan_says_how_a_saved_plan_is_resumed(tmp_path: Path):
+    saved = tmp_path / "plan.json"
+    saved.write_text(compile_plan(COUNTDOWN, ["run=runs/mine"]).to_json())
+    command = f"To resume the run: pyrl train {os.path.relpath(COUNTDOWN)} run=runs/mine"
+    assert problems_of(tmp_path) == [f"{tmp_path}: Is a directory, expected a YAML file. {command}"]
+    assert problems_of(saved) == [
+        f"{saved}: the plan of a run, expected the YAML file that it was made from. {command}"
+    ]
+    saved.write_text("{}")
+    assert problems_of(saved)[0] != problems_of(tmp_path)[0]
+    assert "resume" not in str(problems_of(saved) + problems_of(tmp_path))
+
+
+def test_compile_plan_names_the_file_that_was_meant(tmp_path: Path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("extends: bass.yaml\n")
+    (tmp_path / "base.yaml").write_text("steps: 1\n")
+    (found,) = problems_of(config)
+    assert found.endswith(f", expected a YAML file. Did you mean {tmp_path / 'base.yaml'}?")
+    assert problems_of(tmp_path / "mime.yaml")[0].endswith(f". Did you mean {config}?")
+    assert problems_of(tmp_path / "other.yaml")[0].endswith("expected a YAML file")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    data = (
+        "data.task=null",
+        "data.task_options={}",
+        "data.reward=pyrl_ext.data.rewards:exact_match",
+    )
+    (found,) = problems_of(COUNTDOWN, *data, f"data.prompts={tmp_path}/sum.jsonl")
+    assert found.endswith(f"Did you mean {tmp_path / 'sums.jsonl'}?")
+    (tmp_path / "weights").mkdir()
+    (found,) = problems_of(COUNTDOWN, f"model.weights={tmp_path}/wieghts")
+    assert found.endswith(f"or a hub id. Did you mean {tmp_path / 'weights'}?")
+
+
+def test_compile_plan_sets_keys_of_a_section_that_is_null(tmp_path: Path):
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"extends: {COUNTDOWN}\nlora: null\n")
+    plan = compile_plan(config, ["lora.rank=4", "lora.alpha=8"])
+    assert plan.lora is not None and (plan.lora.rank, plan.lora.alpha) == (4, 8)
+    assert compile_plan(config).lora is None
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("optimizer.lr='1e-6'", "Write 1e-6 without quotes"),
+        ("steps='16'", "Write 16 without quotes"),
+        ("steps='010'", "steps of the run"),
+        ("steps=many", "steps of the run"),
+    ],
+)
+def test_compile_plan_says_that_a_number_needs_no_quotes(override: str, advice: str):
+    (found,) = problems_of(COUNTDOWN, override)
+    assert " is text, expected a " in found and found.endswith(advice)
 
 
 # Any text is either a plan or a ConfigError whose every line has a place -------------------------

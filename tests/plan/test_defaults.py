@@ -59,7 +59,7 @@ def test_compile_plan_notes_what_it_fills_in(folder: Path):
     assert "run is left out: the run folder is runs/first" in plan.notes
     assert "rollout.engine is left out: it is hf, because device is cpu" in plan.notes
     (problem,) = problems_of(folder / "first.yaml", "device=cuda")
-    assert ": rollout.engine: missing, expected a value; hf: embedded" in problem
+    assert ": rollout.engine: missing, expected hf or recorded or vllm; hf: embedded" in problem
 
 
 def test_compile_plan_takes_a_first_config_of_six_lines(folder: Path):

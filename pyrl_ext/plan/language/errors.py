@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+import types
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -87,6 +89,8 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
 }
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _TYPE_NAMES = {
     bool: "a truth value", int: "a whole number", float: "a fraction", str: "text",
     list: "a list", dict: "a mapping", type(None): "no value",
@@ -110,7 +114,27 @@ def describe(error: ErrorDetails, required: Sequence[str] = ()) -> str:
         else:
             rule = f"a mapping of {', '.join(keys)}"
         return f"{_given(error)}, expected {rule}{_about(key)}"
-    return f"{expectation(error)}{_about(key)}"
+    if error["type"] == "missing":
+        return f"missing, expected {_wanted(kind_at(key))}{_about(key)}"
+    return f"{expectation(error)}{_about(key)}{_advice(error)}"
+
+
+def _wanted(kind: Any) -> str:
+    """What a field takes, in words: `cpu or cuda`, `a whole number`."""
+    if hasattr(kind, "__metadata__") or get_origin(kind) in (Union, types.UnionType):
+        return _wanted(get_args(kind)[0])  # null may stay; it is not what is missing
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return _WANTED.get(kind, "a value")
+
+
+def _advice(error: ErrorDetails) -> str:
+    """What to do about a number in quotes."""
+    value = error["input"]
+    of_number = error["type"] in ("int_type", "float_type")
+    if of_number and isinstance(value, str) and _NUMBER.fullmatch(value):
+        return f". Write {value} without quotes"
+    return ""
 
 
 def expectation(error: ErrorDetails) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -30,6 +31,17 @@ def is_hub_id(file: str, name: str) -> bool:
     if name.endswith(DATA_FILES) or not _HUB_ID.fullmatch(name):
         return False
     return not os.path.exists(path_beside(file, name))
+
+
+def similar(path: str) -> str:
+    """`. Did you mean X?`, where there is no `path` but a name like it; else an empty text."""
+    folder, name = os.path.split(path)
+    try:
+        there = [] if os.path.lexists(path) else os.listdir(folder or ".")
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.8)
+    return f". Did you mean {relative(os.path.join(folder, near[0]))}?" if near else ""
 
 
 def refuse_pipe(path: str) -> None:

@@ -15,9 +15,10 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
-from pyrl_ext.plan.language.paths import path_beside, refuse_pipe
+from pyrl_ext.plan.language.paths import path_beside, refuse_pipe, relative, similar
 from pyrl_ext.plan.shipped import hint
 
+PLAN = "plan.json"  # in a run folder
 _LONGEST = 4_000_000  # characters of a config
 
 
@@ -145,10 +146,17 @@ def _read_file(source: Source, child: Source | None = None) -> None:
         return
     except (OSError, ValueError) as error:
         reason = f"{getattr(error, 'strerror', '') or 'cannot be read'}, expected a YAML file"
-        problem = Problem(source.path, 0, reason + hint(source.path))
+        near = similar(source.path)
         if child:
-            problem = child.problem(("extends",), f"{source.path}: {reason}")
+            problem = child.problem(("extends",), f"{source.path}: {reason}{near}")
+        else:
+            advice = _how_to_resume(source.path) or hint(source.path) or near
+            problem = Problem(source.path, 0, reason + advice)
         source.problems.append(problem)
+        return
+    if not child and (advice := _how_to_resume(source.path)):
+        reason = "the plan of a run, expected the YAML file that it was made from"
+        source.problems.append(Problem(source.path, 0, reason + advice))
         return
     node = _compose(text, source)
     if node is None:
@@ -164,6 +172,20 @@ def _read_file(source: Source, child: Source | None = None) -> None:
     source.places[()] = Place(source.path, line)
     source.tree = _mapping(node, (), source)
     _spread_short_forms(source)
+
+
+def _how_to_resume(path: str) -> str:
+    """What to do with a run folder or the plan.json in it, as a sentence; "" for anything else."""
+    if os.path.isdir(path):
+        path = os.path.join(path, PLAN)
+    if os.path.basename(path) != PLAN:
+        return ""
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        return f". To resume the run: pyrl train {relative(saved['source'])} run={saved['run']}"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
 
 
 def _spread_short_forms(source: Source) -> None:
@@ -352,7 +374,9 @@ def _override(source: Source, text: str) -> None:
     source.overrides[key] = text
     at: Any = source.tree
     for part in key[:-1]:
-        at = at.setdefault(part, {}) if isinstance(at, dict) else None
+        if isinstance(at, dict) and at.get(part) is None:  # left out, or null, such as lora
+            at[part] = {}
+        at = at[part] if isinstance(at, dict) else None
     if isinstance(at, dict):
         at[key[-1]] = _value(node, key, source)
         _spread_short_forms(source)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 
 from pyrl_ext.plan.language.fields import InvalidField, Section
-from pyrl_ext.plan.language.paths import DATA_FILES, relative
+from pyrl_ext.plan.language.paths import DATA_FILES, relative, similar
 from pyrl_ext.plan.plan import Plan
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.
@@ -70,7 +70,8 @@ def data_file_problem(plan: Plan, name: str) -> str | None:
     if not path.endswith(DATA_FILES):
         return f"{name!r}, expected a .jsonl or .parquet file, a folder, or a dataset's id"
     if not os.path.isfile(path):
-        return f"{relative(path)} does not exist, expected a file; relative to the YAML file"
+        rule = "expected a file; relative to the YAML file"
+        return f"{relative(path)} does not exist, {rule}{similar(path)}"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pyrl_ext.plan.language.paths import similar
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
@@ -74,8 +75,11 @@ def _folder(plan: Plan, name: str | None) -> Path | None:
 
 def _missing(folder: Path | None, content: str) -> Found:
     if folder and not any(folder.glob(content)):
-        missing = f"holds no {content}" if folder.is_dir() else "is not a folder"
-        return f"{relative(str(folder))} {missing}, expected a folder with {content} or a hub id"
+        path = relative(str(folder))
+        rule = f"expected a folder with {content} or a hub id"
+        if folder.is_dir():
+            return f"{path} holds no {content}, {rule}"
+        return f"{path} is not a folder, {rule}{similar(str(folder))}"
 
 
 @rule("model.tokenizer")

@@ -65,6 +65,14 @@ def remote_engines_read_what_is_set(plan: Plan) -> Found:
         unread = (*unread, "ahead")
     for name in filter(lambda name: changed(rollout, name), unread):
         yield name, f"{show(getattr(rollout, name))}, expected it left out; {why}"
+    for name in ("gpus", "port") if not rollout.launch.hosts else ():
+        if changed(rollout.launch, name):
+            yield (
+                f"launch.{name}",
+                f"{getattr(rollout.launch, name)} without rollout.launch.hosts, expected the hosts "
+                "too; no engine is started without them. Set rollout.launch.hosts=[127.0.0.1] for "
+                "engines on this machine",
+            )
     for name in AHEAD if not rollout.ahead else ():
         if changed(rollout, name):
             value = show(getattr(rollout, name))
