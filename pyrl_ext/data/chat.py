@@ -114,7 +114,7 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
     def encode(end: int, generate: bool) -> list[int]:
         options = {"tokenize": False, "add_generation_prompt": generate}
         text = _apply(messages[:end], tokenizer, **options)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encoded(text, tokenizer, add_special_tokens=False)
 
     if messages[0]["role"] == "assistant":
         raise Broken("messages[0] of the assistant", "a turn before it that it answers")
@@ -162,6 +162,17 @@ def check_size(text: str, tokenizer: Tokenizer, most: int, limit: str) -> None:
             f"{len(text):,} characters in {cut(text)}",
             f"1 to {limit} {most}; no token has more than {longest} characters",
         )
+
+
+def encoded(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
+    """The tokens of a text. Raises: Broken where the tokenizer raises."""
+    try:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except Exception as error:  # tokenizers raises no narrower one
+        raise Broken(
+            f"the tokenizer raised {type(error).__name__}: {error} for {cut(text)}",
+            "characters the tokenizer knows",
+        ) from error
 
 
 def check_known(text: str, tokens: list[int], tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from pyrl_ext.data.chat import Chat, check_known
+from pyrl_ext.data.chat import Chat, check_known, encoded
 from pyrl_ext.data.chat_turns import check_template
 from pyrl_ext.data.dataset_rows import open_data
 from pyrl_ext.data.environment import EnvironmentHost
@@ -219,7 +219,7 @@ def _gym_source(
     def encode(question: str) -> list[int]:
         try:
             text = question if chat is None else chat.render(question, tokenizer)
-            tokens = list(tokenizer(text, add_special_tokens=chat is None)["input_ids"])
+            tokens = encoded(text, tokenizer, add_special_tokens=chat is None)
             check_known(text, tokens, tokenizer)
         except Broken as broken:
             raise ValueError(f"data.task: {task}: {broken}") from None

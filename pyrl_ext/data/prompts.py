@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from pyrl_ext.data.chat import Chat, check_known, check_size, render
+from pyrl_ext.data.chat import Chat, check_known, check_size, encoded, render
 from pyrl_ext.data.files import Broken, Records, cut, refuse
 from pyrl_ext.data.images import ImageReader, images_of, place
 from pyrl_ext.data.sampler import Epochs
@@ -143,7 +143,7 @@ def _prompt(
             text = chat.render(text, tokenizer)
     check_size(text, tokenizer, max_prompt_tokens, "max_prompt_tokens")
     is_plain = not has_messages and chat is None
-    tokens = list(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
+    tokens = encoded(text, tokenizer, add_special_tokens=is_plain)
     check_known(text, tokens, tokenizer)
     images = images_of(record["messages"]) if has_messages else []
     tokens, placed = place(reader, tokens, images)

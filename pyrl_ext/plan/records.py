@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ _KINDS = {
     type(None): "null",
 }
 """Values of JSON other than objects."""
+
+
+_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+"""What other formats call the prompt."""
 
 
 class Broken(Exception):
@@ -78,8 +82,18 @@ def check_fields(record: Any, rollouts: bool) -> dict[str, Any]:
         rule = "either `prompt` or `messages`"
         if not rollouts:
             rule = "either `messages`, or `tokens` and `loss_mask`"
-        raise Broken(f"fields {has[:200]}", rule)
+        raise Broken(f"fields {has[:200]}", rule + _renaming(fields, rollouts))
     return fields
+
+
+def _renaming(fields: Collection[str], rollouts: bool) -> str:
+    """What to do, as a sentence, where a record has fields of other formats."""
+    given = [name for name in _QUESTIONS if name in fields]
+    if rollouts and given and "prompt" not in fields:
+        return f". Set data.columns: {{prompt: {given[0]}}}, or rename `{given[0]}` to `prompt`"
+    if not rollouts and "prompt" in fields and "messages" not in fields:
+        return ". Write `prompt` as a message of the user, and the answer as one of the assistant"
+    return ""
 
 
 def rename(record: Any, columns: Mapping[str, str]) -> Any:

@@ -9,6 +9,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 from pyrl_ext.data.files import DataError, open_records
 from pyrl_ext.data.prompts import PromptSource, load_prompts
@@ -109,6 +113,19 @@ def test_load_prompts_lists_every_broken_record_with_its_line(tokenizer: Any, tm
         assert line.startswith(f"  {path}:{number}: {message}")
 
 
+def test_load_prompts_names_the_record_that_a_tokenizer_cannot_encode(tmp_path: Path):
+    bare = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # its vocabulary has no <unk>
+    whole: Any = bare
+    whole.pre_tokenizer = Split(Regex(""), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="b").save_pretrained(tmp_path)
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "aa"}, {"prompt": "a\u00d7"})
+    with pytest.raises(DataError) as caught:
+        load_prompts(path, load_tokenizer(tmp_path), 32)
+    problem = str(caught.value).splitlines()[1]
+    assert problem.startswith(f"  {path}:2: the tokenizer raised Exception: WordLevel error: ")
+    assert problem.endswith(" for 'a\u00d7', expected characters the tokenizer knows")
+
+
 def test_load_prompts_cuts_long_lists_of_problems(tokenizer: Any, tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", *[{"prompt": "a" * (40 + n)} for n in range(60)])
     with pytest.raises(DataError, match=r"60 of 60(?s:.*)and 10 more$"):
@@ -122,8 +139,8 @@ def test_load_prompts_counts_records_that_share_a_mistake(tokenizer: Any, tmp_pa
         load_prompts(open_records(path), tokenizer, 32)
     assert str(caught.value).splitlines() == [
         f"{path}: 199 of 200 records cannot be used",
-        "  199 of 200 records: fields question, answer, expected either `prompt` or `messages`; "
-        f"first at {path}:1",
+        "  199 of 200 records: fields question, answer, expected either `prompt` or `messages`. "
+        f"Rename `question` to `prompt`; first at {path}:1",
     ]
 
 

@@ -129,7 +129,8 @@ def test_summary_says_on_one_line_what_many_records_have_in_common(tmp_path: Pat
     assert str(caught.value).splitlines() == [
         f"{path}: 204 of 204 records cannot be used",
         f"  {path}:1: messages, with model.tokenizer null, expected a tokenizer, or `tokens`",
-        f"  200 of 204 records: fields prompt, completion, {rule}; first at {path}:2",
+        f"  200 of 204 records: fields prompt, completion, {rule}. Write `prompt` as a message of "
+        f"the user, and the answer as one of the assistant; first at {path}:2",
         f"  {path}:202: fields nothing, {rule}",
         f"  {path}:203: fields nothing, {rule}",
         f"  {path}:204: 1 tokens, expected 2 to data.max_tokens 8; data.truncate: true cuts longer "
