@@ -60,7 +60,7 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
     names = [urlsplit(address).hostname or "" for address in plan.addresses]
     if not names:
         raise ValueError(
-            "serve: no rollout.servers and no rollout.launch, expected one of them. "
+            "serve: no rollout.servers and no rollout.launch.hosts, expected one of them. "
             "Set rollout.servers=[http://localhost:8000], for the trainer too"
         )
     chosen = [n for n, name in enumerate(names) if name == host or (not host and is_here(name))]

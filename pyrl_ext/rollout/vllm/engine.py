@@ -94,7 +94,7 @@ class VLLMEngine(Engine):
         if find_spec("vllm") is None:
             raise RuntimeError(
                 "rollout.engine: vllm is not installed, expected vllm 0.32. On a GPU: pip install "
-                "'.[vllm]'; on a CPU: make .venv/.vllm"
+                "vllm==0.32.0; on a CPU use rollout.engine=hf, or run make .venv/.vllm in a clone"
             )
         self.layer_ids = tuple(layer_ids)
         self.num_experts = num_experts
