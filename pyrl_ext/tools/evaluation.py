@@ -107,7 +107,12 @@ def plan_of(target: Target, out: Path, options: argparse.Namespace) -> Plan:
         if not equals:
             raise ValueError(f"eval: --set {text}, expected NAME=FILE")
         overrides.append(f"evaluate.sets.{name}.file={Path(file).resolve()}")
-    return changed_plan(saved, changes, [*overrides, *options.overrides], resumes=False)
+    plan = changed_plan(saved, changes, [*overrides, *options.overrides], resumes=False)
+    if differences := plan.model_diff(saved):
+        raise ValueError(
+            f"eval: {differences[0]}, expected the model of the weights. Leave that override out"
+        )
+    return plan
 
 
 def evaluate(plan: Plan, saved: Path | None, out: Path) -> dict[str, Evaluation] | None:
@@ -122,9 +127,10 @@ def evaluate(plan: Plan, saved: Path | None, out: Path) -> dict[str, Evaluation]
             initial = saved is None
             step = RolloutStep.build(plan, topo, status.update, trainable=False, initial=initial)
             with closing(step):
+                number = 0
                 if saved is not None:
-                    step.policy.load(saved)
-                number = step.policy.step
+                    step.policy.start_from(saved, optimizer=False)
+                    number = checkpoint.read_counters(saved)["step"]
                 status.update("sending weights to the engine")
                 step.sync_weights(number, Clock())
                 results, samples = step.rollouts.evaluate()

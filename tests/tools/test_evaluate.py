@@ -117,6 +117,19 @@ def test_eval_of_an_exported_model_gives_the_numbers_of_the_run(trained, tmp_pat
     assert_equal(last(tmp_path / "out"), own(trained))
 
 
+def test_eval_of_a_run_that_began_with_weights_takes_those_of_its_checkpoint(trained, tmp_path):
+    weights = tmp_path / "hf"
+    assert export.main([str(trained), str(weights)]) == 0
+    run = tmp_path / "run"
+    options = [*options_of(tmp_path), f"model.weights={weights}", "optimizer.lr=0.01"]
+    assert train.main([str(CONFIG), f"run={run}", *options]) == 0
+    shutil.rmtree(weights)
+    assert evaluate.main([str(run)]) == 0
+    assert_equal(last(run / "eval"), own(run))
+    assert evaluate.main([str(run), "rollout.max_new_tokens=3"]) == 0
+    assert last(run / "eval")["held_out"]["length"] <= 3 < own(run)["eval/held_out/response_len"]
+
+
 def test_eval_of_an_adapter_gives_the_numbers_of_the_run(tmp_path):
     config = tmp_path / "lora.yaml"
     config.write_text(f"extends: {CONFIG}\nlora: {{rank: 4, alpha: 8, targets: [o_proj]}}\n")
@@ -169,6 +182,10 @@ def test_eval_says_what_it_needs(trained, tmp_path, capsys):
         ([str(trained), "--set", "sums"], "--set sums, expected NAME=FILE"),
         ([str(trained), "--set", "a=nope.jsonl"], "nope.jsonl does not exist, expected a file"),
         ([str(trained), "--n", "4", "--temperature", "0"], "4 with temperature 0, expected 1"),
+        (
+            [str(trained), "lora.rank=4", "lora.alpha=8", "lora.targets=[o_proj]"],
+            "saved plan, expected the model of the weights. Leave that override out",
+        ),
     ):
         assert evaluate.main(arguments) != 0
         assert problem in capsys.readouterr().err
