@@ -23,6 +23,7 @@ from pyrl_ext.parallel.atomic_write import find_damage, write_digests
 from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.units import size
 
 COUNTERS = "counters.json"
 PLAN = "plan.json"
@@ -124,7 +125,7 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         stage(writing)
     except (Exception, CheckpointException) as error:
         problem = error
-        reason = _last_line(error)
+        reason = f"{_last_line(error)}; {_free(writing)}"
     failed = _problems(reason, topo)
     if not failed:
         return
@@ -135,6 +136,17 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         f"{folder} could not be written ({'; '.join(failed)}); the unfinished folder is deleted, "
         "what was there before is untouched. Make room for it"
     ) from problem
+
+
+def _free(path: Path) -> str:
+    """The space left where `path` is written; megatron's errors seldom say that there is none."""
+    there = path
+    while not there.exists():
+        there = there.parent
+    try:
+        return f"{size(shutil.disk_usage(there).free)} free on its disk"
+    except OSError as error:
+        return f"its disk: {error}"
 
 
 def _problems(problem: str | None, topo: Topology) -> list[str]:
