@@ -64,10 +64,14 @@ def ranks_problem(plan: Plan, ranks: int) -> str | None:
     change = f"leave parallel.dp out or set parallel.dp={dp}"
     if rest or dp < 1:
         change = "change tp, pp or cp: no dp makes up for the difference"
+    machine = ""
+    if plan.device == "cpu" and plan.hardware.gpu:
+        wanted = f"{plan.world_size} x {plan.hardware.gpu}"
+        machine = f". Its sizes are for {wanted}; for a CPU: pyrl configs --copy tiny"
     return (
         f"parallel: dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
         f"{more} = {_processes(plan.world_size)}, but the run has {ranks}. Start it with torchrun "
-        f"--nproc-per-node {plan.world_size}, or {change}"
+        f"--nproc-per-node {plan.world_size}, or {change}{machine}"
     )
 
 

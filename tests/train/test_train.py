@@ -287,6 +287,9 @@ def test_main_says_on_one_message_what_to_do_without_a_gpu(tmp_path, capsys):
         "  To try the trainer on this machine: pyrl configs --copy tiny, then pyrl train "
         "configs/tiny.yaml",
     ]
+    assert train.main([str(path), f"run={tmp_path / 'run'}", "device=cpu"]) == 2
+    end = ". Its sizes are for 8 x H200; for a CPU: pyrl configs --copy tiny\n"
+    assert capsys.readouterr().err.endswith(end)
     assert not (tmp_path / "run").exists()
 
 
