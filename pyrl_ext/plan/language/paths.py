@@ -40,7 +40,7 @@ def similar(path: str) -> str:
         there = [] if os.path.lexists(path) else os.listdir(folder or ".")
     except OSError:
         return ""
-    near = difflib.get_close_matches(name, there, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.85)
     return f". Did you mean {relative(os.path.join(folder, near[0]))}?" if near else ""
 
 
