@@ -140,7 +140,8 @@ def test_load_prompts_counts_records_that_share_a_mistake(tokenizer: Any, tmp_pa
     assert str(caught.value).splitlines() == [
         f"{path}: 199 of 200 records cannot be used",
         "  199 of 200 records: fields question, answer, expected either `prompt` or `messages`. "
-        f. Set data.columns: {prompt: question}, or rename `question` to `prompt`; first at {path}:1",
+        "Set data.columns: {prompt: question}, or rename `question` to `prompt`; "
+        f"first at {path}:1",
     ]
 
 
