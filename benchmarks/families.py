@@ -52,6 +52,7 @@ MODELS: dict[str, str | dict[str, Any]] = {
     **{"Moonlight": "moonlight", "Qwen3-30B-A3B": "qwen3_30b", "Qwen3-8B": QWEN3_8B},
     **{"Qwen3-Next-80B-A3B": "qwen3_next_80b", "Qwen3.5-35B-A3B": QWEN35_35B},
     "Nemotron-3-Nano-30B-A3B": "nemotron3_nano",
+    **{"Llama-3.1-8B": "llama31_8b", "Mixtral-8x7B": "mixtral_8x7b"},
 }
 SMALLER = {
     **{"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},

@@ -28,6 +28,7 @@ from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import lora, passes
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.models import LLAMA, MIXTRAL
 from tests.helpers.nccl_rules import mark
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
@@ -119,6 +120,9 @@ MODELS = {
     # 6, step 2) by 8e-6 to 3.4e-5 of itself. TP moves it by up to 2.6e-5, which depends on the
     # instructions of the processor, and all gradients by 8.9e-14 where everything is in float64
     "nemotron": Model("tiny_nemotron", overrides=(BIAS,), rounding=3.0),
+    # positions beyond the original context; experts in every layer, without other feed-forward parts
+    "llama": Model("tiny_qwen3", overrides=("model.family=llama", "replay=off"), instead=LLAMA),
+    "mixtral": Model("tiny_qwen3", overrides=("model.family=mixtral",), instead=MIXTRAL),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
     # with vision towers: features for the first layers and positions of three axes; or neither
@@ -213,6 +217,8 @@ LAYOUTS = {
         *_layouts("tp2\ncp2\npp2 vpp2", "qwen next mtp"),
         *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
+        *_layouts("tp2\ncp2\npp2 vpp2", "llama"),
+        *_layouts("tp2 ep2 etp1\ncp2\npp2 first:1\ndp2 ep2 dynamic:2", "mixtral"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES, MAMBA),
         *_layouts("tp2\ncp2 recompute:full\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", MAMBA),
         *_layouts("tp2 ep2 etp1\npp2 layout:Ett|t|ttt|ttL vpp2", MAMBA),

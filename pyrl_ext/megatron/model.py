@@ -58,7 +58,7 @@ def _finish(chunk: Module, plan: Plan, topo: Topology) -> None:
     sizes = plan.sizes
     latents = plan.gathers_latents
     rotary = PackedRotary(
-        sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
+        sizes.rotary_width, sizes.rope_base, topo.device, sizes.rope_scaling, sizes.rope_sections
     )
     for module in chunk.modules():
         if hasattr(module, "rotary_pos_emb"):  # the model, or with latent attention every layer

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of packed sequences, with YaRN."""
+"""Rotary position embeddings of packed sequences, with YaRN and the scaling of Llama 3.1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.plan.model.sizes import Yarn
+from pyrl_ext.plan.model.sizes import Llama3Scaling, Yarn
 
 
 class PackedRotary(torch.nn.Module):
@@ -29,20 +29,20 @@ class PackedRotary(torch.nn.Module):
         dim: int,
         base: float,
         device: torch.device,
-        yarn: Yarn | None = None,
+        scaling: Yarn | Llama3Scaling | None = None,
         sections: tuple[int, ...] = (),
     ):
         super().__init__()
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        self.yarn = yarn
+        self.yarn = scaling if isinstance(scaling, Yarn) else None
         self.axes = torch.zeros(dim // 2, dtype=torch.int64, device=device)
         for axis, number in list(enumerate(sections))[1:]:
             self.axes[axis : 3 * number : 3] = axis
         # not a buffer, so that Float16Module leaves it in fp32
         self.inv_freq = 1.0 / base**exponents
-        if yarn is not None:
-            stretched = _stretched_share(dim, base, yarn)
-            self.inv_freq *= 1 - stretched + stretched / yarn.factor
+        if scaling is not None:
+            stretched = _stretched_share(self.inv_freq, dim, base, scaling)
+            self.inv_freq *= 1 - stretched + stretched / scaling.factor
         self.inv_freq = self.inv_freq.to(device)
 
     def get_rotary_seq_len(self, _context, _block, _hidden, _config, packed: PackedSequences):
@@ -69,8 +69,19 @@ class PackedRotary(torch.nn.Module):
         return of_rows.float() * self.inv_freq
 
 
-def _stretched_share(dim: int, base: float, yarn: Yarn) -> Tensor:
-    """[dim / 2] in 0..1, the share of YaRN's factor that stretches each wavelength.
+def _stretched_share(
+    inv_freq: Tensor, dim: int, base: float, scaling: Yarn | Llama3Scaling
+) -> Tensor:
+    """[dim / 2] in 0..1, the share of the factor that stretches each wavelength."""
+    if isinstance(scaling, Yarn):
+        return _yarn_share(dim, base, scaling)
+    turns = scaling.original_positions * inv_freq / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    return 1 - ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+
+
+def _yarn_share(dim: int, base: float, yarn: Yarn) -> Tensor:
+    """`_stretched_share` of YaRN.
 
     It is 0 up to the dimension that turns ``beta_fast`` times in the original context, 1 from the
     dimension that turns ``beta_slow`` times, and rises linearly between them.

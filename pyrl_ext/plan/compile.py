@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.defaults import fill
-from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key
+from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key, show
 from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.language.kind import (
     REQUIRED,
@@ -21,10 +21,10 @@ from pyrl_ext.plan.language.kind import (
     required_keys,
     with_required_bound,
 )
-from pyrl_ext.plan.language.paths import refuse_pipe
+from pyrl_ext.plan.language.paths import path_beside, refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
-from pyrl_ext.plan.model.family import read_sizes
+from pyrl_ext.plan.model.family import FAMILIES, nearest_family, read_sizes
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.ranks import fill_dp, leaves_out_dp
 from pyrl_ext.plan.schema import Config
@@ -128,10 +128,37 @@ def _leave_out_null_dp(tree: dict[str, Any]) -> None:
 
 def draft_of(source: Source) -> PartialPlan:
     """The plan that rules look at: the fields of `source` that are right, wrong ones recorded."""
+    _check_model_type(source)
     wrong = _check_fields(source) | check_kind(source)
     draft = PartialPlan.of(os.path.abspath(source.path), source.tree, wrong)
     _read_hf(source, draft)
     return draft
+
+
+def _check_model_type(source: Source) -> None:
+    """Record an HF config whose `model_type`, the model.family, is none of the families."""
+    model = source.tree.get("model")
+    if not isinstance(model, dict):
+        return
+    family = model.get("family")
+    config = model.get("config")
+    if not isinstance(family, str) or not isinstance(config, str) or family in FAMILIES:
+        return
+    path = path_beside(source.path, config)
+    shown = rules.relative(path)
+    try:
+        hf = _read_json(path, shown)
+    except ValueError:  # reported with model.config
+        return
+    if hf.get("model_type") != family:
+        return
+    message = (
+        f"{show(family)}, the model_type of {shown}, expected one of {', '.join(FAMILIES)}; no "
+        "other architecture is built"
+    )
+    if nearest := nearest_family(hf):
+        message += f". The nearest by structure is {nearest}"
+    source.fail(("model", "family"), f"{message}. docs/extend.md says how to add a family")
 
 
 def _check_fields(source: Source) -> set[Key]:
@@ -166,6 +193,8 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         if family is not None and hf.get("model_type") != family:
             given = f"model_type is {hf.get('model_type')!r}"
             raise ValueError(f"{shown}: {given}, expected {family!r}, the model.family")
+        if hf.get("model_type") not in FAMILIES:
+            return  # reported with model.family
         read_sizes(hf)
     except ValidationError as error:
         for each in error.errors(include_url=False):

@@ -54,6 +54,8 @@ VARIATIONS = {
     "grouped queries with biases": ("qwen3_30b", {"attention_bias": True}),
     "every third sparse": ("qwen3_30b", {"decoder_sparse_step": 3}),
     "dense, tied, biases": ("qwen3_8b", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, tied": ("llama31_8b", {"tie_word_embeddings": True}),
+    "wide heads": ("mixtral_8x7b", {"head_dim": 160}),
 }
 LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "deepseek_v3": ("first_k_dense_replace", "rope_scaling", "norm_topk_prob"),
@@ -61,6 +63,8 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "glm47": ("first_k_dense_replace",),
     "qwen3_30b": ("head_dim", "mlp_only_layers", "decoder_sparse_step"),
     "qwen3_8b": ("head_dim",),
+    "llama31_8b": ("num_key_value_heads", "rope_scaling", "mlp_bias"),
+    "mixtral_8x7b": ("num_key_value_heads", "rope_theta"),
 }
 FEWER = {"num_hidden_layers": 4}
 COUNTED = (
@@ -124,6 +128,12 @@ NEMOTRON |= {"num_hidden_layers": 5, "layer_norm_epsilon": 1e-4, "ssm_state_size
 NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "moe_intermediate_size": 24}
 NEMOTRON |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2}
 NEMOTRON |= {"moe_shared_expert_intermediate_size": 40}
+LLAMA = MODELS["llama31_8b"] | SMALL
+# a context of 12 positions stretched to 96; wavelengths below, between and above its two bounds
+LLAMA |= {"rope_scaling": LLAMA["rope_scaling"] | {"original_max_position_embeddings": 12}}
+SMOLLM = without(LLAMA, "rope_scaling") | {"tie_word_embeddings": True, "rope_theta": 1e5}
+SMOLLM |= {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72}
+MIXTRAL = MODELS["mixtral_8x7b"] | SMALL | {"num_hidden_layers": 3, "intermediate_size": 40}
 TRAINED = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, yarn by its defaults": DEEPSEEK
@@ -141,6 +151,11 @@ TRAINED = {
     "qwen3_5_moe": QWEN35,
     "qwen3_5": QWEN35_DENSE,
     "nemotron_h": NEMOTRON,
+    "llama": LLAMA,
+    "llama, tied, one scale of positions": SMOLLM,
+    "llama, a key/value head each": without(LLAMA, "num_key_value_heads"),
+    "mixtral": MIXTRAL,
+    "mixtral, three experts a token": MIXTRAL | {"num_experts_per_tok": 3, "head_dim": 32},
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 

@@ -5,11 +5,16 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, RowMap
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.parallel.topology import RankCoords
+from pyrl_ext.plan.model.family import read_sizes
+from tests.helpers.configs import hf_of
 
 HEADS = 4
 DIM = 8
@@ -130,3 +135,30 @@ def test_PackedRotary_gives_position_times_frequency():
             want = position / math.pow(100.0, 2 * i / 8)
             assert angles[row, 0, i].item() == pytest.approx(want, rel=1e-6)
             assert angles[row, 0, i + 4].item() == pytest.approx(want, rel=1e-6)
+
+
+def test_PackedRotary_stretches_wavelengths_as_llama_3_does():
+    """The wavelengths of megatron-core and transformers, and angles past the original context."""
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(hf_of("llama31_8b")))
+    sizes = read_sizes(hf_of("llama31_8b"))
+    rotary = PackedRotary(
+        sizes.rotary_width, sizes.rope_base, torch.device("cpu"), sizes.rope_scaling
+    )
+    of_megatron = RotaryEmbedding(
+        kv_channels=128,
+        rotary_percent=1.0,
+        rotary_base=500_000,
+        rope_scaling=True,
+        rope_scaling_factor=8.0,
+        use_cpu_initialization=True,
+    )
+    plain = PackedRotary(sizes.rotary_width, sizes.rope_base, torch.device("cpu"))
+    ratio = plain.inv_freq / rotary.inv_freq
+    assert ratio.min() == 1 and ratio.max() == 8 and ((ratio > 1.5) & (ratio < 7)).any()
+    torch.testing.assert_close(rotary.inv_freq, of_megatron.inv_freq, rtol=3e-7, atol=0)
+    torch.testing.assert_close(rotary.inv_freq, theirs.inv_freq, rtol=3e-7, atol=0)
+    positions = torch.tensor([0, 8191, 8192, 30_000, 131_071])
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    angles = rotary(positions)[:, 0]
+    torch.testing.assert_close(angles.cos(), cos[0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(angles.sin(), sin[0], rtol=0, atol=1e-3)

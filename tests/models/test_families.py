@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.logprob_head import score_tokens
@@ -24,6 +25,8 @@ from tests.helpers.models import (
     COUNTED,
     DEEPSEEK,
     GLM,
+    LLAMA,
+    MIXTRAL,
     MODELS,
     MOONLIGHT,
     NEMOTRON,
@@ -31,6 +34,7 @@ from tests.helpers.models import (
     QWEN35,
     QWEN35_DENSE,
     QWEN_NEXT,
+    SMOLLM,
     TRAINED,
     changed,
     check_layouts,
@@ -56,7 +60,14 @@ def test_parameters_are_those_of_transformers(hf):
 
 @pytest.mark.parametrize(
     ("model", "billions", "digits"),
-    [("deepseek_v3", 671, 0), ("moonlight", 16, 0), ("qwen3_30b", 30.5, 1), ("qwen3_8b", 8.2, 1)],
+    [
+        ("deepseek_v3", 671, 0),
+        ("moonlight", 16, 0),
+        ("qwen3_30b", 30.5, 1),
+        ("qwen3_8b", 8.2, 1),
+        ("llama31_8b", 8.03, 2),
+        ("mixtral_8x7b", 46.7, 1),
+    ],
 )
 def test_parameters_have_the_published_totals(model, billions, digits):
     assert round(parameters(read_sizes(MODELS[model])).total / 1e9, digits) == billions
@@ -73,6 +84,12 @@ def test_parameters_have_the_published_totals(model, billions, digits):
         ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, "yarn with factor None"),
         ("glm47_355b", {"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide"),
+        (
+            "llama31_8b",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+            "llama3 with low_freq_factor None",
+        ),
+        ("mixtral_8x7b", {"num_experts_per_tok": 9}, "at most num_local_experts 8"),
     ],
 )
 def test_contradictions_name_the_sizes(model, changes, words):
@@ -95,6 +112,11 @@ def test_contradictions_name_the_sizes(model, changes, words):
         ("qwen3_8b", {"attention_bias": True}, "attention_bias is true"),
         ("qwen3_8b", {"use_sliding_window": True}, "use_sliding_window is true"),
         ("qwen3_8b", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+        ("llama31_8b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is dynam"),
+        ("llama31_8b", {"attention_bias": True}, "attention_bias is true"),
+        ("llama31_8b", {"mlp_bias": True}, "mlp_bias is true"),
+        ("mixtral_8x7b", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     ],
 )
 def test_unsupported_names_what_the_trainer_cannot_run(model, changes, words):
@@ -139,6 +161,37 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
     assert held == {part: getattr(counts, part) for part in held}
 
 
+def negative_logprobs(logprobs, _entropy, fields):
+    return -logprobs[fields.loss_mask].sum(), fields.loss_mask.sum(), {}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied, one scale of positions", "mixtral"])
+def test_gradients_are_those_of_transformers(tmp_path, name):
+    """In float64, with transformers' names of checkpoints for its own gradients."""
+    write_model(tmp_path, TRAINED[name])
+    exact = {"dtype": torch.float64, "experts_implementation": "eager"}  # no grouped products
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **exact).eval()
+    batch = random_batch(9)
+    plan = plan_of(tmp_path, "replay=off")
+    with passes.built(plan) as policy:
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
+        passes.accumulate(policy, batch, schedule, negative_logprobs)
+        ours = {name: gradient.clone() for name, gradient in policy.gradients()}
+    first = 0
+    for length in batch.seqlens:
+        rows = slice(first, first + length)
+        logprobs = theirs(batch.tokens[rows][None]).logits[0].log_softmax(-1)
+        logprobs = logprobs.gather(-1, batch.targets[rows][:, None])[:, 0]
+        (-logprobs[batch.loss_mask[rows]].sum() / batch.loss_mask.sum()).backward()
+        first += length
+    gradients = {name: value.grad for name, value in theirs.named_parameters()}
+    want = revert_weight_conversion(theirs, gradients)
+    assert ours.keys() == want.keys()
+    for key, gradient in ours.items():
+        off = (gradient - want[key]).norm() / want[key].norm()
+        assert off < 2e-5, (key, float(off))
+
+
 @pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
 def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
@@ -152,7 +205,7 @@ def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
 
 STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35, "nemotron_h": NEMOTRON}
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
-
+SEVERAL |= {"llama": LLAMA, "smollm": SMOLLM, "mixtral": MIXTRAL}
 
 ENGINES = SEVERAL | STATES | {"mixed": changed(MIXED), "raw": changed({"norm_topk_prob": False})}
 
@@ -201,6 +254,15 @@ def test_Policy_of_every_layout_equals_one_process(tmp_path):
         "tp2 that share a key/value head": ("one head", "parallel.tp=2"),
         "cp2": ("mixed", "parallel.cp=2"),
         "dp2 ep2": ("mixed", "parallel.dp=2", "parallel.ep=2"),
+        "tp2 beyond the original context": ("llama", "parallel.tp=2"),
+        "cp2 beyond the original context": ("llama", "parallel.cp=2"),
+        "pp2 of smollm": ("smollm", "parallel.pp=2"),
+        "tp2 ep2 of mixtral": ("mixtral", "parallel.tp=2", "parallel.ep=2", "parallel.etp=1"),
+        "pp2 of mixtral": (
+            "mixtral",
+            "parallel.pp=2",
+            "parallel.num_layers_in_first_pipeline_stage=1",
+        ),
     }
     models = {"qwen3, tied": TRAINED["qwen3, tied"], "mixed": changed(MIXED)}
     models["one head"] = changed({"num_key_value_heads": 1})

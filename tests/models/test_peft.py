@@ -20,6 +20,8 @@ from tests.helpers.models import (
     DEEPSEEK,
     GLM,
     HF,
+    LLAMA,
+    MIXTRAL,
     MOONLIGHT,
     QWEN3_SMALL,
     exact_logprobs,
@@ -39,6 +41,8 @@ CASES = {  # model, overrides
     "Qwen3-30B": (HF, ("lora.expert_rank=8",)),
     "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",)),
     "Qwen3-8B": (QWEN3_SMALL, ()),
+    "Llama": (LLAMA, ()),
+    "Mixtral": (MIXTRAL, ("lora.experts=none",)),
 }
 
 

@@ -39,6 +39,21 @@ class Yarn:
     """Attention temperature per logarithm of `factor`; 0: none."""
 
 
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Rotary embedding stretched to longer contexts as in Llama 3.1."""
+
+    factor: float
+    """The factor of the context's length."""
+    original_positions: float
+    """Length of the context before."""
+    low_freq_factor: float
+    """Wavelengths that turn less often than this in the original context are stretched by the whole
+    factor,"""
+    high_freq_factor: float
+    """those that turn more often than this stay as they are."""
+
+
 class ModelSizes(BaseModel, ABC):
     """A model of any family; ``plan/model/families/`` has a subclass for each.
 
@@ -84,6 +99,8 @@ class ModelSizes(BaseModel, ABC):
     """True if attention's output is gated by as many more outputs of the query projection."""
     has_shared_expert_gate: ClassVar[bool] = False
     """True if a number of each token scales the output of the shared expert."""
+    has_expert_adapters: ClassVar[bool] = True
+    """True if adapters of routed experts are built."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
     """Rotary embeddings that the trainer builds."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
@@ -170,8 +187,8 @@ class ModelSizes(BaseModel, ABC):
         return tuple((self.rope_parameters or {}).get("mrope_section", ()))
 
     @property
-    def yarn(self) -> Yarn | None:
-        """YaRN's scaling of wavelengths; None unless `rope_type` is yarn."""
+    def rope_scaling(self) -> Yarn | Llama3Scaling | None:
+        """The scaling of wavelengths that `rope_type` names; None: none."""
         return None
 
     def contradictions(self) -> list[str]:

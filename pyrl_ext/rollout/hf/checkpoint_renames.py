@@ -23,7 +23,13 @@ KIMI = {
     r"mm_projector\.in_proj": "mm_projector.proj.0",
     r"mm_projector\.out_proj": "mm_projector.proj.2",
 }
-RENAMED = {"kimi_k25": KIMI, "nemotron_h": {r"^model\.": "backbone."}}
+MIXTRAL = {
+    r"\.mlp(?=\.|$)": ".block_sparse_moe",
+    r"(\.experts\.\d+)\.gate_proj": r"\1.w1",
+    r"(\.experts\.\d+)\.up_proj": r"\1.w3",
+    r"(\.experts\.\d+)\.down_proj": r"\1.w2",
+}
+RENAMED = {"kimi_k25": KIMI, "nemotron_h": {r"^model\.": "backbone."}, "mixtral": MIXTRAL}
 _ATTENTION = re.compile(r"(.*blocks\.\d+)\.attn\.([qkv])_proj(.*)")
 
 

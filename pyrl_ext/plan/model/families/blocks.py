@@ -119,7 +119,7 @@ class Latent(ModelSizes):
         }
 
     @property
-    def yarn(self) -> Yarn | None:
+    def rope_scaling(self) -> Yarn | None:
         if self.rope_type != "yarn":
             return None
         rope = self.rope_parameters or {}
@@ -161,6 +161,7 @@ class Latent(ModelSizes):
         return [eps] if self.rms_norm_eps != MLA_NORM_EPS else []
 
     def megatron_config(self) -> dict[str, Any]:
+        yarn = self.rope_scaling
         config = super().megatron_config() | {
             "multi_latent_attention": True,
             "q_lora_rank": self.q_lora_rank,
@@ -169,14 +170,14 @@ class Latent(ModelSizes):
             "qk_pos_emb_head_dim": self.qk_rope_head_dim,
             "v_head_dim": self.v_head_dim,
             "qk_layernorm": True,
-            "rope_type": "yarn" if self.yarn else "rope",
+            "rope_type": "yarn" if yarn else "rope",
         }
-        if self.yarn is None:
+        if yarn is None:
             return config
         # these scale the attention logits; PackedRotary scales the wavelengths
         return config | {
-            "rotary_scaling_factor": self.yarn.factor,
-            "mscale_all_dim": self.yarn.mscale_all_dim,
+            "rotary_scaling_factor": yarn.factor,
+            "mscale_all_dim": yarn.mscale_all_dim,
         }
 
     def attention_rows(self, layer: int) -> list[Weight]:
