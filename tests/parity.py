@@ -120,7 +120,7 @@ MODELS = {
     # 6, step 2) by 8e-6 to 3.4e-5 of itself. TP moves it by up to 2.6e-5, which depends on the
     # instructions of the processor, and all gradients by 8.9e-14 where everything is in float64
     "nemotron": Model("tiny_nemotron", overrides=(BIAS,), rounding=3.0),
-    # positions beyond the original context; experts in every layer, without other feed-forward parts
+    # positions beyond the original context; experts in every layer
     "llama": Model("tiny_qwen3", overrides=("model.family=llama", "replay=off"), instead=LLAMA),
     "mixtral": Model("tiny_qwen3", overrides=("model.family=mixtral",), instead=MIXTRAL),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),

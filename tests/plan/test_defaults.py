@@ -44,6 +44,32 @@ def test_compile_plan_takes_a_model_from_one_folder(folder: Path):
         assert model_of(path, *order) == (*other[:3], None)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "family"), [("llama31_8b", "llama"), ("mixtral_8x7b", "mixtral")]
+)
+def test_compile_plan_takes_llama_and_mixtral_from_a_folder(folder: Path, sizes: str, family: str):
+    (folder / "model/config.json").write_text(json.dumps(hf_of(sizes)))
+    found = model_of(folder / "first.yaml", "replay=off")
+    assert found == (family, "model/config.json", "model", "model")
+
+
+def test_compile_plan_names_the_nearest_family_of_a_folder(folder: Path):
+    for changes, nearest in (
+        ({"model_type": "mistral"}, "llama"),
+        ({"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
+        ({"model_type": "minimax_m2", "num_local_experts": 256}, "mixtral"),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "deepseek_v3"),
+    ):
+        (folder / "model/config.json").write_text(json.dumps(hf_of("llama31_8b") | changes))
+        (problem,) = problems_of(folder / "first.yaml")
+        kind = changes["model_type"]
+        assert f"first.yaml:3: model.family: {kind!r}, the model_type of " in problem
+        assert (
+            "qwen3_next, qwen3_vl_moe; no other architecture is built. The nearest by " in problem
+        )
+        assert f"structure is {nearest}. docs/extend.md says" in problem
+
+
 def test_compile_plan_lays_a_folder_over_the_keys_of_a_parent(folder: Path):
     (folder / "below").mkdir()
     child = folder / "below/child.yaml"
