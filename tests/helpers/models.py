@@ -152,7 +152,7 @@ TRAINED = {
     "qwen3_5": QWEN35_DENSE,
     "nemotron_h": NEMOTRON,
     "llama": LLAMA,
-    "llama, tied, one scale of positions": SMOLLM,
+    "llama, as SmolLM2": SMOLLM,
     "llama, a key/value head each": without(LLAMA, "num_key_value_heads"),
     "mixtral": MIXTRAL,
     "mixtral, three experts a token": MIXTRAL | {"num_experts_per_tok": 3, "head_dim": 32},

@@ -165,7 +165,7 @@ def negative_logprobs(logprobs, _entropy, fields):
     return -logprobs[fields.loss_mask].sum(), fields.loss_mask.sum(), {}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied, one scale of positions", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama, as SmolLM2", "mixtral"])
 def test_gradients_are_those_of_transformers(tmp_path, name):
     """In float64, with transformers' names of checkpoints for its own gradients."""
     write_model(tmp_path, TRAINED[name])

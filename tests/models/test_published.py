@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from pyrl_ext.models.hf_folder import INDEX, SafetensorsFolder
+from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.hf.model import model_class
 from tests.helpers.configs import hf_of
@@ -131,7 +132,7 @@ def check(folder: SafetensorsFolder, name: str, mtp_layers: int) -> set[str]:
     """Check the folder against the table of the sizes; returns the names that are loaded."""
     sizes = read_sizes(hf_of(name))
     table = sizes.weights(mtp_layers)
-    if sizes.vision:
+    if isinstance(sizes, VisionLanguage):
         table += sizes.tower_weights()
     folder.check(table, sizes.ignored(mtp_layers))
     for weight in table:
