@@ -184,7 +184,7 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
         logprobs = logprobs.gather(-1, batch.targets[rows][:, None])[:, 0]
         (-logprobs[batch.loss_mask[rows]].sum() / batch.loss_mask.sum()).backward()
         first += length
-    gradients = {name: value.grad for name, value in theirs.named_parameters()}
+    gradients: dict[str, Any] = {name: value.grad for name, value in theirs.named_parameters()}
     want = revert_weight_conversion(theirs, gradients)
     assert ours.keys() == want.keys()
     for key, gradient in ours.items():
