@@ -1,9 +1,9 @@
 """One decoder layer forward and backward: milliseconds, launches, bytes and their floor.
 
-``python -m benchmarks.run layer [--device cpu|cuda] [--causes]``. Launches and bytes are counted
-as torch dispatches them (`benchmarks.launches`): a kernel's inputs and outputs, each once. The
-floor is what operators that cannot be merged must move: products, attention, and one pass for what
-lies between two of them. On a GPU also the kernels that the profiler saw.
+``python -m benchmarks.run layer [--device cpu|cuda]``. Launches and bytes are counted as torch
+dispatches them (`benchmarks.launches`): a kernel's inputs and outputs, each once. The floor is what
+operators that cannot be merged must move: products, attention, and one pass for what lies between
+two of them. On a GPU also the kernels that the profiler saw.
 """
 
 from __future__ import annotations
@@ -194,38 +194,26 @@ def milliseconds(one: OneLayer) -> float:
     return 1e3 * min(call_seconds(run, "cpu", 0.0, 5))
 
 
-def kernels(one: OneLayer) -> tuple[int, str]:
-    """Kernels of one forward and backward on a GPU, and the profiler's table of them."""
+def kernels(one: OneLayer) -> int:
+    """Number of kernels of one forward and backward on a GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         one.both()
         torch.cuda.synchronize()
-    found = [
-        e
-        for e in trace.events() or ()
-        if e.device_type.name == "CUDA" and not e.name.startswith("Mem")
-    ]
-    averages = trace.key_averages()
-    return len(found), averages.table(
-        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70
-    )
+    on_device = [e.name for e in trace.events() or () if e.device_type.name == "CUDA"]
+    return sum(not name.startswith("Mem") for name in on_device)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run layer", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--causes", action="store_true", help="launches by who called them")
-    parser.add_argument("--only", help="cases whose title has this in it")
     args = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     gpu = args.device == "cuda"
     names = ("layer", "tokens", "ms", "launches forward", "backward", "MB", "floor MB", "x floor")
     rows = []
-    causes = []
     for title, (config, *sizes) in CASES.items():
-        if args.only and args.only not in title:
-            continue
         tokens, experts = sizes[gpu]
         dtype = "bfloat16" if gpu else "float32"
         with one_layer(config, tokens, experts, args.device, dtype) as one:
@@ -235,15 +223,7 @@ def main(arguments: Sequence[str]) -> int:
             least = floor(one)
             cells = [f"{title}, {dtype}", f"{tokens}", f"{ms:.2f}", *(f"{w.count}" for w in ways)]
             cells += [f"{moved / 1e6:.1f}", f"{least / 1e6:.1f}", f"{moved / least:.2f}"]
-            seen = kernels(one) if gpu else (0, "")
-            rows.append([*cells, *(f"{seen[0]}",) * gpu])
-            for way, launches in zip(("forward", "backward"), ways, strict=True):
-                causes.append(f"\n{title}, {way}, {launches.count} launches")
-                for (place, name), count in launches.by_place().most_common():
-                    causes.append(f"{count:5}  {place:50} {name}")
-            causes.append(seen[1])
-    if args.causes:
-        print("\n".join(causes))
+            rows.append([*cells, *(f"{kernels(one)}" for _ in range(gpu))])
     title = f"one layer on {args.device}, torch {torch.__version__}"
     show((*names, *("kernels",) * gpu), rows, width=140, title=title)
     return 0

@@ -4,10 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton.compiler")
 
 from benchmarks import binaries, sass
+from benchmarks.gpu.graphs import contract
+from tests.helpers.contract_cases import CASES, every_op
 from tests.helpers.launch_shapes import launch_shapes
 from tests.helpers.offline_triton import offline
 
@@ -38,6 +41,25 @@ def test_launch_shapes_compile_every_triton_kernel_without_spills(target: int, t
     sources = ROOT.glob("pyrl_ext/ops/*/triton.py")
     written = {name for source in sources for name in TRITON.findall(source.read_text("utf-8"))}
     assert {variant.kernel for variant in variants} == written
+
+
+def test_contract_compiles_with_every_triton_backend_that_takes_its_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled = set[str]()
+    with offline(tmp_path, 90) as variants:
+        for name, backends, args in contract(torch.device("meta")):
+            for backend in (each for each in backends if each.name == "triton"):
+                with monkeypatch.context() as interpreted:
+                    interpreted.setenv("TRITON_INTERPRET", "1")  # any device will do
+                    reason = backend.refuse(*args)
+                if reason is None:
+                    backend.run(*args)
+                    compiled.add(CASES[name][0])
+    assert variants
+    with_triton = {n for n, op in every_op().items() if "triton" in [b.name for b in op.backends]}
+    # rows are inverted by torch's sort, and the contract combines statistics in float64
+    assert compiled == with_triton - {"invert_rows", "token_logprob_combine"}
 
 
 def test_read_usage_finds_cuda_kernels_for_every_target_and_no_spills():
