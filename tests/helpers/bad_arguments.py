@@ -9,30 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops import (
-    Inverse,
-    causal_conv1d,
-    expand_runs,
-    expert_rows,
-    gated_delta_rule,
-    gather_fields,
-    gather_routes,
-    gather_rows,
-    invert_rows,
-    latent_keys,
-    replay_probs,
-    rms_norm,
-    rotary,
-    squared_relu,
-    ssd_scan,
-    sum_rows,
-    swiglu,
-    token_logprob_combine,
-    token_logprob_grad,
-    token_logprob_grad_,
-    token_logprob_rows,
-    token_logprob_stats,
-)
+from pyrl_ext import ops
+from pyrl_ext.ops import Inverse, invert_rows
 from pyrl_ext.ops.causal_conv1d import grad_op as conv_grad
 from pyrl_ext.ops.expert_rows import expert_rows_grad
 from pyrl_ext.ops.gated_delta_rule import grad_op as delta_grad
@@ -63,8 +41,12 @@ class Bad(NamedTuple):
     message: str
 
 
-def of(op: str, run: Callable[..., Any]) -> Callable[..., Bad]:
-    """Makes bad calls of an operator: of the error's class, its message, and the arguments."""
+def of(op: str, run: Callable[..., Any] | None = None) -> Callable[..., Bad]:
+    """Makes bad calls of an operator: of the error's class, its message, and the arguments.
+
+    ``run``: that of an operator which `pyrl_ext.ops` does not export.
+    """
+    run = run or getattr(ops, op)
 
     def bad(error: type[Exception], message: str, *args: Any, **named: Any) -> Bad:
         return Bad(op, partial(run, *args, **named), error, message)
@@ -72,30 +54,9 @@ def of(op: str, run: Callable[..., Any]) -> Callable[..., Bad]:
     return bad
 
 
-def bad_calls() -> list[Bad]:
-    return [
-        *_gather_rows(),
-        *_gather_fields(),
-        *_gather_routes(),
-        *_expand_runs(),
-        *_expert_rows(),
-        *_sum_rows(),
-        *_swiglu(),
-        *_squared_relu(),
-        *_rms_norm(),
-        *_rotary(),
-        *_latent_keys(),
-        *_replay_probs(),
-        *_token_logprob(),
-        *_sequences(),
-        *_causal_conv1d(),
-        *_ssd_scan(),
-        *_gated_delta_rule(),
-    ]
-
-
 def _gather_rows() -> list[Bad]:
-    bad = of("gather_rows", gather_rows)
+    bad = of("gather_rows")
+    invert = of("invert_rows")
     src = torch.zeros(3, 2)
     fill = torch.zeros(2)
     two = torch.tensor([0, 1])
@@ -105,26 +66,18 @@ def _gather_rows() -> list[Bad]:
     return [
         bad(ValueError, "fill [3]", src, ZERO, torch.zeros(3)),
         bad(TypeError, "torch.int32", src, ZERO.int(), fill),
-        bad(
-            TypeError,
-            "fill is torch.float16, expected torch.float32 for src of torch.float32",
-            src,
-            ZERO,
-            fill.half(),
-        ),
+        bad(TypeError, "fill is torch.float16, expected torch.float32 for", src, ZERO, fill.half()),
         bad(ValueError, "src is on meta, rows on cpu, fill on cpu", src.to("meta"), ZERO, fill),
         bad(ValueError, sizes, src, two, fill, Inverse(NONE, NONE)),
         bad(TypeError, "torch.float32, torch.float32, expected", src, two, fill, floats),
         bad(IndexError, f"rows[1] is 7, {row}", src, torch.tensor([0, 7, 7]), fill),
         bad(IndexError, f"rows[1] is -2, {row}", src, torch.tensor([0, -2, -2]), fill),
-        of("invert_rows", invert_rows)(
-            IndexError, f"rows[1] is 3, {row}", torch.tensor([0, 3, 4]), 3
-        ),
+        invert(IndexError, f"rows[1] is 3, {row}", torch.tensor([0, 3, 4]), 3),
     ]
 
 
 def _gather_fields() -> list[Bad]:
-    bad = of("gather_fields", gather_fields)
+    bad = of("gather_fields")
     field = torch.zeros(3)
     no_bool = "a fill is 2.0, expected a number that torch.bool"
     fields = "0 fields, 0 fills, expected one fill a field, and a field"
@@ -137,13 +90,7 @@ def _gather_fields() -> list[Bad]:
         bad(TypeError, "torch.complex64, expected a real", [field + 0j], ZERO, [0]),
         bad(ValueError, "Use gather_rows", [torch.zeros(3, requires_grad=True)], ZERO, [0]),
         bad(ValueError, "fields[0] is on meta, rows on cpu", [field.to("meta")], ZERO, [0]),
-        bad(
-            ValueError,
-            "a fill is 0.5, expected a number that torch.int64 holds",
-            [ZERO],
-            ZERO,
-            [0.5],
-        ),
+        bad(ValueError, "a fill is 0.5, expected a number that torch.int64", [ZERO], ZERO, [0.5]),
         bad(ValueError, no_bool, [ZERO.bool()], ZERO, [2]),
         bad(ValueError, "a fill is -1.0", [ZERO.to(torch.uint8)], ZERO, [-1]),
         bad(ValueError, "a fill is nan", [ZERO], ZERO, [float("nan")]),
@@ -159,7 +106,7 @@ def _gather_routes() -> list[Bad]:
         "layers": (0,),
         "num_experts": 64,
     }
-    bad = partial(of("gather_routes", gather_routes), **good)
+    bad = partial(of("gather_routes"), **good)
     far = torch.zeros(9, dtype=torch.int64).index_fill(0, torch.tensor([5]), 50)
     wide = torch.zeros(50, 5, 4).long()
     meta = torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta")
@@ -170,11 +117,7 @@ def _gather_routes() -> list[Bad]:
         bad(TypeError, "routes is torch.int64, expected one of", routes=wide),
         bad(TypeError, "layers is torch.int64 [1, 1]", layers=torch.tensor([[0]])),
         bad(TypeError, "rows is torch.int32, expected torch.int64", rows=far.int()),
-        bad(
-            ValueError,
-            "routes [50, 5, 4], rows [3, 3], expected [T, L, K], [M]",
-            rows=far.view(3, 3),
-        ),
+        bad(ValueError, "rows [3, 3], expected [T, L, K], [M]", rows=far.view(3, 3)),
         bad(ValueError, "routes is on meta, rows on cpu, expected one device", routes=meta),
         bad(IndexError, token, rows=far),
         bad(IndexError, "layers[1] is 5, expected a slot of routes in [0, 5)", layers=[0, 5]),
@@ -182,18 +125,17 @@ def _gather_routes() -> list[Bad]:
 
 
 def _expand_runs() -> list[Bad]:
-    bad = of("expand_runs", expand_runs)
+    bad = of("expand_runs")
 
     def runs(message: str, *lengths: int) -> Bad:
         zeros = torch.zeros(len(lengths), dtype=torch.int64)
         return bad(ValueError, message, zeros, torch.tensor(lengths), 10)
 
     two = torch.zeros(2, dtype=torch.int64)
+    three = torch.zeros(3, dtype=torch.int64)
     most = 2**63 - 1
     return [
-        bad(
-            ValueError, "starts [2], lengths [3], expected [R], [R]", two, torch.zeros(3).long(), 1
-        ),
+        bad(ValueError, "starts [2], lengths [3], expected [R], [R]", two, three, 1),
         bad(ValueError, "expected [R]", two[None], two[None], 1),
         bad(TypeError, "starts is torch.int32", two.int(), two, 1),
         bad(ValueError, "size is -1", two, two, -1),
@@ -205,9 +147,10 @@ def _expand_runs() -> list[Bad]:
 
 
 def _sum_rows() -> list[Bad]:
-    bad = of("sum_rows", sum_rows)
+    bad = of("sum_rows")
     rows = torch.tensor([0, 0])
     one = invert_rows(rows, 1)
+    short = Inverse(rows, rows[:1])
 
     def other(message: str, starts: Sequence[int], order: Sequence[int]) -> Bad:
         inverse = Inverse(torch.tensor(starts), torch.tensor(order))
@@ -221,13 +164,7 @@ def _sum_rows() -> list[Bad]:
         bad(ValueError, "src [3], rows [2], expected [M, ...], [M]", torch.zeros(3), rows, one),
         bad(TypeError, "src is torch.int64, expected one of", rows, rows, one),
         bad(TypeError, "rows is torch.int32", torch.zeros(2), rows.int(), one),
-        bad(
-            ValueError,
-            "order [1], expected [N + 1] and [2]",
-            torch.zeros(2),
-            rows,
-            Inverse(rows, rows[:1]),
-        ),
+        bad(ValueError, "order [1], expected [N + 1] and [2]", torch.zeros(2), rows, short),
         bad(ValueError, "src is on meta", torch.zeros(2, device="meta"), rows, one),
         other(given, [0, 0, 2], [0, 2]),
         *(other("inverse.starts", starts, [0, 1]) for starts in ([0, 3, 2], [-1, 0, 2], [0, 2, 1])),
@@ -235,42 +172,25 @@ def _sum_rows() -> list[Bad]:
 
 
 def _rotary() -> list[Bad]:
-    bad = of("rotary", rotary)
+    bad = of("rotary")
     heads = torch.zeros(3, 2, 8)
     turns = torch.zeros(3, 4)
     meta: Any = heads.to("meta")
+    floats = "expected torch.float32 for query"
     return [
         bad(ValueError, "query [3, 8], key", heads[:, 0], heads, turns),
         bad(ValueError, "turns [3, 3], expected", heads, heads, turns[:, :3]),
-        bad(
-            ValueError,
-            "key [2, 2, 8], turns [3, 4], expected [T, heads, D], [T, ",
-            heads,
-            heads[:2],
-            turns,
-        ),
+        bad(ValueError, "key [2, 2, 8], turns [3, 4], expected [T,", heads, heads[:2], turns),
         bad(ValueError, "expected R up to the width of heads", heads, heads[..., :2], turns),
-        bad(
-            TypeError,
-            "key is torch.float16, expected torch.float32 for query",
-            heads,
-            heads.half(),
-            turns,
-        ),
-        bad(
-            TypeError,
-            "turns is torch.bfloat16, expected torch.float32",
-            heads,
-            heads,
-            turns.bfloat16(),
-        ),
+        bad(TypeError, f"key is torch.float16, {floats}", heads, heads.half(), turns),
+        bad(TypeError, f"turns is torch.bfloat16, {floats}", heads, heads, turns.bfloat16()),
         bad(ValueError, "key on meta, turns on cpu, expected one device", heads, meta, turns),
         bad(ValueError, "result 'thirds', expected", heads, heads, turns, result="thirds"),
     ]
 
 
 def _latent_keys() -> list[Bad]:
-    bad = of("latent_keys", latent_keys)
+    bad = of("latent_keys")
     both = torch.zeros(3, 2, 8)
     shared = torch.zeros(3, 4)
     key = torch.zeros(3, 2, 6)
@@ -280,20 +200,14 @@ def _latent_keys() -> list[Bad]:
         bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
         bad(ValueError, "shared [2, 4], expected", both, shared[:2], 4),
         bad(ValueError, "plain is 9, expected 0 to 8", both, shared, 9),
-        bad(
-            TypeError,
-            "shared is torch.float16, expected torch.float32 for both",
-            both,
-            shared.half(),
-            4,
-        ),
+        bad(TypeError, "shared is torch.float16, expected torch.float32", both, shared.half(), 4),
         bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
         grad(ValueError, wrong, key, both[:2], 2),
     ]
 
 
 def _expert_rows() -> list[Bad]:
-    bad = of("expert_rows", expert_rows)
+    bad = of("expert_rows")
     chosen = torch.arange(8).expand(3, 8) < 2
     probs = torch.zeros(3, 8)
     more = chosen.logical_or(torch.arange(24).view(3, 8) == 13)
@@ -304,13 +218,7 @@ def _expert_rows() -> list[Bad]:
         bad(ValueError, "top_k is 9, expected 1 to the 8 experts", chosen, probs, 9),
         bad(ValueError, "top_k is 0, expected 1 to the 8 experts", chosen, probs, 0),
         bad(TypeError, "routing_map is torch.uint8, expected torch.bool", chosen.byte(), probs, 2),
-        bad(
-            TypeError,
-            "probs is torch.int64, expected one of [torch.float32",
-            chosen,
-            probs.long(),
-            2,
-        ),
+        bad(TypeError, "probs is torch.int64, expected one of [", chosen, probs.long(), 2),
         bad(ValueError, "routing_map is on cpu, probs on meta", chosen, probs.to("meta"), 2),
         bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
         bad(ValueError, "routing_map[0] has 2 experts, expected top_k 3", chosen, probs, 3),
@@ -319,7 +227,7 @@ def _expert_rows() -> list[Bad]:
 
 
 def _rms_norm() -> list[Bad]:
-    bad = of("rms_norm", rms_norm)
+    bad = of("rms_norm")
     x = torch.zeros(3, 4)
     weight = torch.zeros(4)
     grad = of("rms_norm_grad", rms_norm_grad)
@@ -339,30 +247,25 @@ def _rms_norm() -> list[Bad]:
 
 
 def _swiglu() -> list[Bad]:
-    bad = of("swiglu", swiglu)
+    bad = of("swiglu")
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
-    wide = of("swiglu_grad", swiglu_grad)(
-        ValueError, "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]", rows, rows, None
-    )
+    grad = of("swiglu_grad", swiglu_grad)
+    wide = "grad [3, 8], gate_up [3, 8], expected [N, W], [N, 2 W]"
+    floats = "expected torch.float32 for gate_up of torch.float32"
     return [
         bad(ValueError, "gate_up [3, 7], expected [N, 2 W]", rows[:, 1:]),
         bad(ValueError, "gate_up [3], expected [N, 2 W]", meta),
         bad(TypeError, "gate_up is torch.int64, expected one of", rows.long()),
         bad(ValueError, "gate_up [3, 8], weight [2], expected [N, 2 W], [N]", rows, rows[:2, 0]),
-        bad(
-            TypeError,
-            "weight is torch.bfloat16, expected torch.float32 for gate_up of torch.float32",
-            rows,
-            rows[:, 0].bfloat16(),
-        ),
+        bad(TypeError, f"weight is torch.bfloat16, {floats}", rows, rows[:, 0].bfloat16()),
         bad(ValueError, "gate_up is on cpu, weight on meta, expected one device", rows, meta),
-        wide,
+        grad(ValueError, wide, rows, rows, None),
     ]
 
 
 def _squared_relu() -> list[Bad]:
-    bad = of("squared_relu", squared_relu)
+    bad = of("squared_relu")
     rows = torch.zeros(3, 8)
     meta = torch.zeros(3, device="meta")
     grad = of("squared_relu_grad", squared_relu_grad)
@@ -378,7 +281,7 @@ def _squared_relu() -> list[Bad]:
 
 def _replay_probs() -> list[Bad]:
     good = {"scores": torch.zeros(3, 8), "ids": torch.zeros(3, 2).long()}
-    bad = partial(of("replay_probs", replay_probs), **good)
+    bad = partial(of("replay_probs"), **good)
 
     def expert(entry: int) -> list[Bad]:
         scores = torch.zeros(9000, 8)
@@ -412,9 +315,10 @@ def _token_logprob() -> list[Bad]:
     scale = torch.ones(9)
     rows = [torch.zeros(9)] * 5
 
-    stats = partial(of("token_logprob_stats", token_logprob_stats), ValueError)
-    combine = partial(of("token_logprob_combine", token_logprob_combine), ValueError)
-    grad = partial(of("token_logprob_grad", token_logprob_grad), ValueError)
+    stats = partial(of("token_logprob_stats"), ValueError)
+    combine = partial(of("token_logprob_combine"), ValueError)
+    grad = partial(of("token_logprob_grad"), ValueError)
+    over = partial(of("token_logprob_grad_"), ValueError)
     mask = torch.ones(9, 9, dtype=torch.bool)
     turned = logits.t().contiguous().t()
     double = [x.double() for x in (logits, scale, *rows)]
@@ -431,14 +335,12 @@ def _token_logprob() -> list[Bad]:
         stats("logits is torch.int64", targets[:, None], targets, scale, 0, 1),
         stats(devices, logits, targets.to("meta"), scale, 0, 10),
         stats(kept, logits, targets, scale, 0, 10, mask),
-        of("token_logprob_rows", token_logprob_rows)(ValueError, wide, logits, targets, scale, 11),
+        of("token_logprob_rows")(ValueError, wide, logits, targets, scale, 11),
         combine(shapes, logits[None, :4], targets, scale, 10),
         combine(halves, torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
         grad(narrow, double[0], targets, double[1], 0, 10, *double[2:], dtype=torch.bfloat16),
         grad(wide, logits, targets, scale, 0, 11, *rows),
-        of("token_logprob_grad_", token_logprob_grad_)(
-            ValueError, "expected contiguous ones", turned, targets, scale, 0, 10, *rows
-        ),
+        over("expected contiguous ones", turned, targets, scale, 0, 10, *rows),
     ]
 
 
@@ -455,9 +357,9 @@ def _sequences() -> list[Bad]:
     ssd = heads, steps, torch.zeros(2), heads, heads, torch.zeros(2)
     delta = heads, heads, heads, steps, steps
     runs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "causal_conv1d": (causal_conv1d, conv),
-        "ssd_scan": (ssd_scan, (*ssd, ssd[5])),
-        "gated_delta_rule": (gated_delta_rule, delta),
+        "causal_conv1d": (ops.causal_conv1d, conv),
+        "ssd_scan": (ops.ssd_scan, (*ssd, ssd[5])),
+        "gated_delta_rule": (ops.gated_delta_rule, delta),
         "causal_conv1d_grad": (conv_grad, (x, *conv)),
         "ssd_scan_grad": (ssd_grad, (heads, *ssd)),
         "gated_delta_rule_grad": (delta_grad, (heads, *delta)),
@@ -486,7 +388,7 @@ def _causal_conv1d() -> list[Bad]:
     weight = torch.zeros(2, 4)
     meta = torch.zeros(2, device="meta")
 
-    bad = partial(of("causal_conv1d", causal_conv1d), cu_seqlens=_ends(0))
+    bad = partial(of("causal_conv1d"), cu_seqlens=_ends(0))
     tall = torch.zeros(3, 4)
     wide = torch.zeros(2, 5)
     types = "weight is torch.bfloat16, expected torch.float32 for x"
@@ -504,22 +406,14 @@ def _ssd_scan() -> list[Bad]:
     steps = torch.zeros(3, 4)
     head = torch.zeros(4)
     good = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
-    bad = partial(of("ssd_scan", ssd_scan), **good, dt_bias=head, cu_seqlens=_ends(0))
+    bad = partial(of("ssd_scan"), **good, dt_bias=head, cu_seqlens=_ends(0))
     three = torch.zeros(3, 3, 2)
     return [
         bad(ValueError, "dt [3, 3], A [4]", dt=torch.zeros(3, 3)),
         bad(ValueError, "expected x [T, H, P], dt [T, H], A [H], B [T, G, N], C [T, G", C=three),
         bad(ValueError, "4 heads, 3 groups, expected as many heads in each", B=three, C=three),
-        bad(
-            TypeError,
-            "A is torch.bfloat16, expected torch.float32 for x",
-            A=torch.zeros(4).bfloat16(),
-        ),
-        bad(
-            ValueError,
-            "D on meta, dt_bias on cpu, expected one device",
-            D=torch.zeros(4).to("meta"),
-        ),
+        bad(TypeError, "A is torch.bfloat16, expected torch.float32 for x", A=head.bfloat16()),
+        bad(ValueError, "D on meta, dt_bias on cpu, expected one device", D=head.to("meta")),
     ]
 
 
@@ -527,18 +421,33 @@ def _gated_delta_rule() -> list[Bad]:
     heads = torch.zeros(3, 4, 2)
     gate = torch.zeros(3, 4)
     good = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate}
-    bad = partial(of("gated_delta_rule", gated_delta_rule), **good, cu_seqlens=_ends(0))
+    bad = partial(of("gated_delta_rule"), **good, cu_seqlens=_ends(0))
     return [
         bad(ValueError, "expected q [T, H, K], k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
         bad(ValueError, "g [3, 4], beta [3], expected", beta=torch.zeros(3)),
-        bad(
-            TypeError,
-            "g is torch.bfloat16, expected torch.float32 for q",
-            g=torch.zeros(3, 4).bfloat16(),
-        ),
-        bad(
-            ValueError,
-            "v on meta, g on cpu, beta on cpu, expected one device",
-            v=torch.zeros(3, 4, 2).to("meta"),
-        ),
+        bad(TypeError, "g is torch.bfloat16, expected torch.float32 for q", g=gate.bfloat16()),
+        bad(ValueError, "v on meta, g on cpu, beta on cpu, expected one", v=heads.to("meta")),
     ]
+
+
+def bad_calls() -> list[Bad]:
+    makers = (
+        _gather_rows,
+        _gather_fields,
+        _gather_routes,
+        _expand_runs,
+        _sum_rows,
+        _rotary,
+        _latent_keys,
+        _expert_rows,
+        _rms_norm,
+        _swiglu,
+        _squared_relu,
+        _replay_probs,
+        _token_logprob,
+        _sequences,
+        _causal_conv1d,
+        _ssd_scan,
+        _gated_delta_rule,
+    )
+    return [bad for make in makers for bad in make()]

@@ -378,11 +378,14 @@ def test_tables_show_the_stages(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("split", [{FIRST: 1}, {LOSS: True}, {LAYOUT: "Ettt|L"}])
+@pytest.mark.parametrize(
+    "split", [{FIRST: 1}, {LOSS: True}, {LAYOUT: "Ettt|L"}, {"pp": 3}, {"vpp": 2, LOSS: True}]
+)
 def test_stage_parameters_hold_every_parameter_once(tmp_path: Path, split: dict[str, Any]):
     plan = compiled(tmp_path, {"pp": 2} | split, [0, 1, 1])
-    first, last = stage_parameters(plan)
-    assert first.total + last.total == parameters(plan.sizes).total
+    stages = stage_parameters(plan)
+    assert len(stages) == plan.parallel.pp
+    assert sum(stage.total for stage in stages) == parameters(plan.sizes).total
 
 
 def test_stage_parameters_hold_a_tied_embedding_at_both_ends(tmp_path: Path):

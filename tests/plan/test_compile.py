@@ -8,22 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of
 from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory
-from pyrl_ext.plan.forecast.parameters import stage_parameters
-from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.yaml_tree import read
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.rules import RULES, check
-from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.summary import facts
 from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
@@ -265,82 +259,6 @@ def test_compile_plan_says_that_a_number_needs_no_quotes(override: str, advice: 
     assert " is text, expected a " in found and found.endswith(advice)
 
 
-# Any text is either a plan or a ConfigError whose every line has a place -------------------------
-
-words = st.sampled_from(
-    [
-        *"\n\t:{}[],|'\"#0?\x00é ",
-        "",
-        ": ",
-        "- ",
-        "&a",
-        "*a",
-        "!!int",
-        "---",
-        "null",
-        "1e3",
-        "-1",
-        ".inf",
-        "tp",
-    ]
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(SMALL)), st.integers(0, 12), words), max_size=4))
-@example([(0, 0, "{")])
-@example([(0, len(SMALL), "{}")])
-@example([(SMALL.index("config.json"), 11, r'"\0"')])
-@example([(SMALL.index("config.json"), 11, "long/" * 99 + "x" * 999)])
-@example([(SMALL.index("owner/name"), 10, r'"\0"')])
-@example([(SMALL.index("owner/name"), 10, "a/" + "x" * 999)])
-@example([(SMALL.index("runs/x"), 6, r'"\ud800"')])
-@example([(0, 0, '"a\\nb": 1\n')])
-def test_compile_plan_places_every_problem_of_mutated_text(
-    small: Path, edits: list[tuple[int, int, str]]
-):
-    text = SMALL
-    for at, length, word in edits:
-        text = text[:at] + word + text[at + length :]
-    path = small.with_name("mutated.yaml")
-    path.write_text(text, newline="")
-    check_only_placed_problems(path)
-
-
-scalars = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.just("a:b")
-values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=3), scalars)
-leaves = [
-    (name, key)
-    for name, field in Config.model_fields.items()
-    if (kind := section_of(field.annotation))
-    for key in kind.model_fields
-]
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from(leaves), values, max_size=4))
-def test_compile_plan_places_every_problem_of_mutated_values(
-    small: Path, changes: dict[tuple[str, str], object]
-):
-    tree = yaml.safe_load(SMALL)
-    tree["optimizer"]["lr"] = 1e-3
-    for (section, key), value in changes.items():
-        tree.setdefault(section, {})[key] = value
-    path = small.with_name("mutated.yaml")
-    path.write_text(yaml.safe_dump(tree))
-    check_only_placed_problems(path)
-
-
-def check_only_placed_problems(path: Path) -> None:
-    try:
-        plan = compile_plan(path)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            assert re.match(rf"{re.escape(str(path))}:[1-9]\d*: .", line), line
-    else:
-        assert Plan.model_validate_json(plan.model_dump_json()) == plan
-
-
 # The plan ----------------------------------------------------------------------------------------
 
 
@@ -505,14 +423,6 @@ def test_stage_memory_is_what_a_hand_computes(small: Path):
     assert [half[x] for x in ("weights", "optimizer", "reference")] == [
         2 * count, 12 * count, 2 * count
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", [["parallel.pp=4"], ["parallel.pp=2", "parallel.vpp=2"]])
-def test_stage_parameters_hold_every_parameter_once(small: Path, layout: list[str]):
-    plan = compile_plan(small, layout)
-    stages = stage_parameters(plan)
-    assert sum(stage.total for stage in stages) == parameters(plan.sizes).total
-    assert len(stages) == plan.parallel.pp
 
 
 @pytest.mark.parametrize(

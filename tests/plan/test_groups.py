@@ -159,9 +159,6 @@ def test_groups_of_have_pairs_where_messages_are_not_in_batches():
     assert not [g for g in groups_of(longer, 0) if "world" in g.roles]
     (pipeline,) = [g for g in groups_of(tiny_plan("parallel.pp=2"), 0) if "llm pp" in g.roles]
     assert pipeline.pairs == () and pipeline.communicators == 1
-    assert neighbours((2, 4, 6, 8), 2) == ((2, 4), (2, 8))
-    assert neighbours((2, 4, 6, 8), 6) == ((4, 6), (6, 8))
-    assert neighbours((5,), 5) == ()
 
 
 def test_groups_of_edges_are_two_a_depth():

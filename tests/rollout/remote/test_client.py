@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,8 +13,8 @@ import pytest
 
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
-from pyrl_ext.rollout.remote.protocol import Partial, Request, encode_routes
-from tests.helpers.http_engine import HttpEngine, Messages, request_of, rows_of, tokens_of
+from pyrl_ext.rollout.remote.protocol import Partial, Request
+from tests.helpers.http_engine import HttpEngine, Messages, request_of, tokens_of
 
 
 @asynccontextmanager
@@ -95,44 +94,13 @@ async def test_generate_is_patient_while_weights_are_published():
         await waiting
 
 
-def changed(field: str, change: Callable[[Any], Any]) -> Callable[[Request, Messages], list[Any]]:
-    def twist(request: Request, messages: Messages) -> list[Any]:
-        (choice,) = messages[-1]["choices"]
-        choice[field] = change(choice[field])
-        return messages
-
-    return twist
-
-
-def logprob(value: float) -> Callable[[Request, Messages], list[Any]]:
-    def twist(request: Request, messages: Messages) -> list[Any]:
-        messages[2]["choices"][0]["logprobs"]["content"][0]["logprob"] = value
-        return messages
-
-    return twist
-
-
-NO_FILE = base64.b64encode(b"no file").decode()
 NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
-    "log-prob -9999": (logprob(-9999.0), "logprob is .-9999"),
-    "log-prob nan": (logprob(float("nan")), "logprob is .nan|NaN"),
-    "log-prob above 0": (logprob(0.5), "logprob is .0.5"),
     "an error inside a 200": (lambda r, m: [*m[:3], {"error": {"message": "dead"}}], "dead"),
-    "too few log-probs": (changed("logprobs", lambda _: {"content": []}), "log-probs of tokens"),
-    "too few rows": (
-        changed("routed_experts", lambda _: encode_routes(rows_of([5] * 9, 0, 2))),
-        "routes of 2 tokens",
-    ),
-    "no .npy": (changed("routed_experts", lambda _: NO_FILE), "routed_experts"),
-    "versions of a part": (changed("weight_versions", lambda v: [v[0] | {"end": 3}]), "versions"),
-    "another ending": (changed("finish_reason", lambda _: "tired"), "finish_reason is .*tired"),
-    "no ending": (changed("finish_reason", lambda _: None), "expected a finish_reason"),
     "tokens without end": (lambda r, m: [*m[:-1]] * 9, "tokens, expected at most"),
     "no JSON": (lambda r, m: [b"data: {what}\n\n"], "JSON"),
     "deep JSON": (lambda r, m: [b"data: " + b"[" * 50_000 + b"\n\n"], "JSON"),
     "no DONE": (lambda r, m: [*m, None], r"\[DONE\]"),
     "text": (lambda r, m: [b"data: [1, 2]\n\n"], "an object"),
-    "two choices": (lambda r, m: [m[0] | {"choices": m[0]["choices"] * 2}], "choices is"),
 }
 
 

@@ -271,21 +271,6 @@ def test_send_says_that_the_trainer_took_no_connection():
     assert all("the trainer's accept failed" in why for why in sending.failed.values())
 
 
-def test_send_that_fails_leaves_engines_without_new_weights():
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        for i, each in enumerate(weights()):
-            if i == 30:
-                raise FloatingPointError("no more")
-            yield each
-
-    with ThreadPoolExecutor(1) as pool, transfer(1) as (sending, infos):
-        came = pool.submit(engine, infos[0])
-        with pytest.raises(FloatingPointError):
-            sending.send(broken())
-        with pytest.raises(TransferError, match="an end after"):
-            came.result()
-
-
 def test_update_names_what_the_trainer_did_not_send():
     fewer = dict(list(SHAPES.items())[:-1])
     for wanted, says in (

@@ -16,7 +16,6 @@ from torch import Tensor
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import prove
 from pyrl_ext.rollout.remote.client import ServerFailed
 from pyrl_ext.rollout.remote.embedded import EmbeddedServer
@@ -292,27 +291,3 @@ def test_publish_raises_what_the_trainer_does_and_leaves_old_weights():
         assert one.paused(0) and one.engine(0).version == 1
         assert digests(one.engine(0)) == before
         assert one.publish(SECOND, 2).failed == {}
-
-
-def test_servers_refuse_what_stock_ones_accept():
-    """An update without a pause, a second start, a finish without weights or of another version,
-    a reset that does nothing: each is an error, or harmless."""
-    with bench(EmbeddedServer) as one:
-        one.publish(FIRST, 1)
-        server = one.servers[0]
-
-        def call(path: str, body: Any = None) -> Any:
-            return one.run(server.control(path, body))
-
-        with pytest.raises(ServerFailed, match="expected it paused"):
-            call(protocol.START)
-        call(f"{protocol.PAUSE}?mode=abort")
-        with pytest.raises(ServerFailed, match="not started"):
-            call(protocol.UPDATE, {"update_info": {}})
-        call(protocol.START)
-        call(protocol.START)
-        with pytest.raises(ServerFailed, match="a finish without weights"):
-            call(protocol.FINISH, {"weight_version": "2"})
-        assert one.engine(0).version == 1
-        call(protocol.RESUME)
-        assert one.generate(server).versions == ((0, 4, 1),)
