@@ -25,7 +25,6 @@ from tests.helpers.python_path import python_path
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[1]
-SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
 
 
 @pytest.mark.parametrize("family", FAMILIES)

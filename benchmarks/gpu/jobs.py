@@ -17,7 +17,6 @@ from benchmarks.gpu import rows as table
 from benchmarks.gpu.rows import ABSENT, FAILED, LOG_LINES, MISSED, OK
 
 ROOT = Path(__file__).parents[2]
-CUT_OFF = "cut off"  # the whole command ended while the job ran: `--resume` runs it again
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.checkpoints import assert_goes_on, content
-from tests.helpers.configs import CONFIGS, hf_of, write_sizes
+from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-CONFIG = CONFIGS / "tiny.yaml"
 VOCAB = 125  # odd: tp 2 pads it
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 BF16 = "model.dtype=bfloat16"

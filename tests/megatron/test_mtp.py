@@ -29,15 +29,6 @@ from tests.parity import compiled
 pytestmark = pytest.mark.multiprocess
 
 PATCHES = towers.MERGE**2  # of a row
-QUICK = (
-    "batching.prompts=4",
-    "batching.samples_per_prompt=4",
-    "rollout.max_new_tokens=6",
-    "log.progress=false",
-    "evaluate.every=0",
-    "checkpoint.every=0",
-    "steps=8",
-)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pyrl_ext.ops import expand_runs, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.expand_runs import native, op, reference
+from tests.helpers.threads import on_threads
 
 ISAS = [
     pytest.param(isa, marks=pytest.mark.skipif(not C.has_isa(isa), reason=f"no {isa} here"))
@@ -43,15 +44,11 @@ def test_expand_runs_native_equals_reference(isa, threads, longest):
     lengths = torch.randint(0, longest + 1, (count,), generator=g)
     starts = torch.randint(-1, 2**33, (count,), generator=g)
     starts[::5] = -1
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         for spare in (0, 1, 100_001):
             size = int(lengths.sum()) + spare
             wanted = reference(starts, lengths, size)
             assert torch.equal(native(starts, lengths, size, isa), wanted)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pyrl_ext.ops import gather_fields, use_backend
 from pyrl_ext.ops.gather_fields import native, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -101,12 +102,8 @@ def test_gather_fields_equals_a_python_loop(rows, widths, threads):
     fields = [
         torch.arange(9 * width).to(dtypes[i % 3]).view(9, width) for i, width in enumerate(widths)
     ]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         out = gather_fields(fields, torch.tensor(rows, dtype=torch.int64), range(len(fields)))
-    finally:
-        torch.set_num_threads(before)
     for i, (field, view) in enumerate(zip(fields, out.views)):
         assert view.tolist() == [[i] * widths[i] if m < 0 else field[m].tolist() for m in rows]
 
@@ -151,9 +148,6 @@ def test_gather_fields_gives_shapes_of_meta_tensors():
     fields, rows, fills = case()
     out = gather_fields([field.to("meta") for field in fields], rows.to("meta"), fills)
     assert [view.shape for view in out.views] == [(300, *shape) for _, shape, _ in KINDS]
-
-
-ZERO = torch.zeros(1, dtype=torch.int64)
 
 
 def triton_equals_reference():

@@ -9,6 +9,7 @@ from pyrl_ext.ops import count_routes, gather_routes, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.gather_routes import ROUTE_DTYPES, native, op, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 KERNELS = ["avx512", "avx2", "portable", "emulated"]
@@ -137,12 +138,8 @@ def test_gather_routes_copies_other_strides():
 def test_gather_routes_streams_large_outputs(kernel, threads):
     routes, rows, _, experts = case(T=3000, L=46, M=6_001)  # 1.1 MB
     args = (routes, rows, torch.arange(46), experts)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         assert same(run(kernel, *args), *args)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

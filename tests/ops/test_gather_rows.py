@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pyrl_ext.ops import gather_rows, invert_rows, use_backend
 from pyrl_ext.ops.gather_rows import inverse, native, op, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 SHAPES = {  # (N, C, M)
     "one": (1, 1, 1),
@@ -118,12 +119,8 @@ def test_gather_rows_takes_a_strided_source(strided):
 def test_gather_rows_equals_a_python_loop(rows, width, threads):
     src = torch.arange(9 * width, dtype=torch.int16).view(9, width)
     fill = torch.full((width,), -7, dtype=torch.int16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         out = gather_rows(src, torch.tensor(rows, dtype=torch.int64), fill)
-    finally:
-        torch.set_num_threads(before)
     assert out.tolist() == [(fill if row < 0 else src[row]).tolist() for row in rows]
 
 
@@ -220,9 +217,6 @@ def test_gather_rows_compiles_without_a_graph_break(given):
         out = f(src.requires_grad_(), rows, fill)
         results.append((out, *torch.autograd.grad(out, src, torch.ones_like(out))))
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
-
-
-NONE = torch.zeros(0, dtype=torch.int64)
 
 
 def test_use_backend_raises_where_the_named_backend_declines(monkeypatch):

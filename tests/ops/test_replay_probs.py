@@ -12,6 +12,7 @@ from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.replay_probs import ID_DTYPES, NORMS, grad_op, native, op, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SHAPES = [  # (M, E, K)
@@ -240,12 +241,8 @@ def test_replay_probs_equals_a_python_loop(data, threads, norm):
     M = data.draw(st.sampled_from([0, 1, 31, 33, 700]))
     K = data.draw(st.integers(0, E))
     scores, ids, _ = case((M, E, K), torch.float64, torch.int16, seed=E)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         probs, routing_map = replay_probs(scores, ids, norm, 0.5)
-    finally:
-        torch.set_num_threads(before)
     expected = torch.zeros(M, E, dtype=torch.float64)
     for m, row in enumerate(ids.tolist()):
         total = sum(float(scores[m, e]) for e in row) if norm == "sum" and K > 1 else 1.0

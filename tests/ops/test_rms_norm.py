@@ -12,6 +12,7 @@ from pyrl_ext.ops import rms_norm, rms_norm_residual, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.rms_norm import native, op, reference, reference_grad, rms_norm_grad
 from tests.helpers.contract_cases import real
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
@@ -117,15 +118,11 @@ def test_rms_norm_passes_on_what_is_not_finite(run):
 
 def test_rms_norm_gives_the_same_bits_for_any_number_of_threads():
     x, weight, grad, residual = case((900, 100), torch.float32)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 3):
+        with on_threads(threads):
             out, scale = op(x, weight, EPS)
             found.append([out, scale, *rms_norm_grad(grad, x, weight, scale, residual)])
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -11,6 +11,7 @@ from pyrl_ext.ops._arguments import FLOATS
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.sum_rows import native, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
@@ -88,12 +89,8 @@ def test_sum_rows_reads_every_16_bit_number(run, dtype):
 def test_sum_rows_equals_a_python_loop(rows, width, threads):
     src = torch.randn(len(rows), width)
     index = torch.tensor(rows, dtype=torch.int64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         out = sum_rows(src, index, invert_rows(index, 9))
-    finally:
-        torch.set_num_threads(before)
     expected = torch.zeros(9, width)
     for m, row in enumerate(rows):
         if row >= 0:
@@ -141,9 +138,6 @@ def test_sum_rows_compiles_without_a_graph_break():
         out = f(src.requires_grad_(), rows, inverse)
         results.append((out, *torch.autograd.grad(out, src, torch.ones_like(out))))
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
-
-
-ROWS = torch.tensor([0, 0])
 
 
 def triton_equals_reference():

@@ -11,6 +11,7 @@ from pyrl_ext.ops import swiglu, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.swiglu import native, reference, reference_grad, swiglu_grad
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
@@ -116,14 +117,10 @@ def test_swiglu_passes_on_what_is_not_finite(run):
 
 def test_swiglu_gives_the_same_bits_for_any_number_of_threads_and_rows():
     gate_up, weight, grad = case((400, 100), torch.float32)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 3):
+        with on_threads(threads):
             found.append([swiglu(gate_up, weight), *swiglu_grad(grad, gate_up, weight)])
-    finally:
-        torch.set_num_threads(before)
     alone = swiglu_grad(grad[7:8], gate_up[7:8], weight[7:8])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(alone[0][0], found[0][1][7]) and torch.equal(alone[1][0], found[0][2][7])

@@ -18,6 +18,7 @@ from pyrl_ext.ops import (
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.token_logprob import native, over_op, reference
 from tests.helpers import emulated
+from tests.helpers.threads import on_threads
 
 INF = torch.inf
 ISAS = [
@@ -216,12 +217,8 @@ def test_token_logprob_grad_shows_a_nan_of_any_payload(isa, dtype, where):
 def test_token_logprob_has_the_same_bits_for_any_threads(threads):
     args = (*case(T=37, V=3000, dtype=torch.bfloat16), 0, 3000)
     one = native.stats(*args)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         assert torch.equal(native.stats(*args), one)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_token_logprob_native_declines_float64():

@@ -18,7 +18,6 @@ from pyrl_ext.schedule.cp_problem import CostModel
 from tests.helpers.dynamic_cp import planned
 from tests.helpers.probe import local_rows
 
-MERGE = 4  # patches of a row
 KEY = "modules.vision.patches_per_microbatch"
 
 

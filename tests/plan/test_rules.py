@@ -34,7 +34,6 @@ from tests.helpers.tiny import one_rank
 
 TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
 SFT = REPOSITORY / "configs/tiny_sft.yaml"
-BROKEN = REPOSITORY / "tests/plan/broken_configs"
 # Fields that megatron-core makes anew for every config.
 CALLABLES = {"init_method", "output_layer_init_method", "embedding_init_method"}
 

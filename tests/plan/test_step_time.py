@@ -30,8 +30,6 @@ from tests.helpers.plan_pages import glm47, time_of
 
 pytestmark = pytest.mark.multiprocess
 
-GLM47 = CONFIGS / "glm47.yaml"
-
 
 def amounts(plan: Plan, phase: str) -> dict[str, float]:
     return {cost.name: cost.amount for cost in time_of(plan).costs if cost.phase == phase}

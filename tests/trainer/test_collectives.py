@@ -11,6 +11,7 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.groups import groups_of
 from pyrl_ext.trainer.step import RolloutStep
+from tests.helpers.nccl_rules.tensors import MOVED
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK
 from tests.helpers.traffic import counted
@@ -18,18 +19,6 @@ from tests.parity import compiled
 
 pytestmark = pytest.mark.multiprocess
 
-# torch's ProcessGroupNCCL knows these (NCCLUtils.cpp, ncclDataType); no integers of 16 bits
-NCCL_TYPES = {
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
 WORLD = "default_pg"  # torch's description of the group of all ranks
 RUNS = {
     "experts of two bytes, dynamic cp": (
@@ -135,7 +124,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found
 def test_a_step_communicates_tensors_that_nccl_takes(ranks: list[Any], name: str):
     for rank in ranks:
         dtypes = rank[name].dtypes
-        assert dtypes <= NCCL_TYPES
+        assert dtypes <= MOVED
         assert {torch.float32, torch.int64} < dtypes  # and others: it did communicate
 
 
