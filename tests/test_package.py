@@ -29,17 +29,11 @@ def run(script):
     ).stdout
 
 
-def test_import_loads_nothing_heavy():
-    script = "import pyrl_ext, sys; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
-    loaded = set(run(script).split())
-    assert "pyrl_ext" in loaded
-    assert not loaded & {"torch", "numpy", "megatron", "vllm", "triton", "transformers", "pydantic"}
-
-
 def test_import_runs_one_module_and_what_pkgutil_needs():
     """Counted, not timed: seconds depend on the machine."""
     script = "import sys; b = set(sys.modules); import {}; print(*set(sys.modules) - b)"
     loaded, needed = (set(run(script.format(name)).split()) for name in ("pyrl_ext", "pkgutil"))
+    assert "pyrl_ext" in loaded
     assert loaded <= {"pyrl_ext", "pkgutil"} | needed
 
 

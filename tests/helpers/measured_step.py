@@ -1,15 +1,14 @@
 """Steps of a plan whose memory and phases are measured and compared with the prediction.
 
-One step warms up, one is counted, and, if counting costs time, one more is timed. Compared are:
+One step warms up, one is counted, and one more is timed. Compared are:
 
 weights, gradients, optimizer, reference, engine weights and adapters: bytes of these tensors
 (without the padding of gradient buffers).
 routes: bytes of the largest microbatch's, and of the whole batch on the host.
 activations: most bytes that autograd held for backward passes at a time, each storage once; on
 ranks of two modules, of both.
-phases: on a GPU the most that torch's allocator had given out, as `torch.cuda` counts it. On a CPU
-what the tensors above hold as the phase starts, and the most that operators had made on top of it
-(what a kernel takes inside is not seen). The prediction is for the rows that were computed.
+phases: what the tensors above hold as the phase starts, and the most that operators had made on top
+of it (what a kernel takes inside is not seen). The prediction is for the rows that were computed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyrl_ext.megatron.optimizer import state_tensors
-from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.timers import Clock
@@ -42,8 +40,6 @@ from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.step import Phase
-
-CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
 
 class Saved:
@@ -245,14 +241,13 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     """
     bench = Bench(plan, topo)
     found = Measured(Load.most(plan))
-    counts_time = topo.device.type == "cpu"
     bench.run(0, Clock())
-    clock = Clock(torch.cuda.synchronize if on_gpu(topo.device) else None)
+    clock = Clock()
     saved = Saved(x for tensors in tensors_of(bench.policy).values() for x in tensors)
 
     @contextmanager
     def counted(name: str) -> Iterator[None]:
-        inner = saved.watched() if name == "update" and counts_time else nullcontext()
+        inner = saved.watched() if name == "update" else nullcontext()
         with _peak(bench, found.phases, name), clock(name), inner:
             yield
 
@@ -260,10 +255,9 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     found.items = bench.held()
     number, rows = bench.largest(shard)
     found.load = Load(rows, int(shard.lengths.starts[-1]), bench.longest)
-    if counts_time:
-        found.items["activations"] = saved.peak
-        clock.take()
-        bench.run(2, clock)
+    found.items["activations"] = saved.peak
+    clock.take()
+    bench.run(2, clock)
     if "routes" in shard.stored:
         found.items["routes of the batch"] = shard.stored["routes"].nbytes
         if plan.replay.train:
@@ -286,20 +280,11 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
 @contextmanager
 def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
     """Put the most bytes held inside the ``with`` block into ``phases``, at ``name``."""
-
-    def note(size: int) -> None:
-        phases[name] = max(phases.get(name, 0), size)
-
     gc.collect()  # graphs of earlier phases that hold themselves in a circle
-    if on_gpu(bench.topo.device):
-        torch.cuda.reset_peak_memory_stats()
-        yield
-        note(torch.cuda.max_memory_allocated())
-        return
     before = sum(bench.held().values())
     with Live() as live:
         yield
-    note(before + live.peak)
+    phases[name] = max(phases.get(name, 0), before + live.peak)
 
 
 def predicted_item(memory: StageMemory, name: str) -> int:
@@ -308,34 +293,19 @@ def predicted_item(memory: StageMemory, name: str) -> int:
     return sum(map(memory.bytes_of, (name, *names)))
 
 
-def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:
-    """Bytes that `Measured.phases` is to be compared with."""
-    if plan.device == "cpu":
-        return memory.held(phase) + memory.held(phase, host=True)
-    return memory.held(phase) - memory.bytes_of(CONTEXT)
-
-
-def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> dict[str, Any]:
+def report(topo: Topology, found: Measured, memory: StageMemory) -> dict[str, Any]:
     """Predicted and measured, as plain numbers."""
-    exact = {item.name: item.exact for item in memory.items}
     return {
         "rank": topo.rank,
         "stage": memory.stage,
         "module": memory.module,
-        "device": str(topo.device),
-        "rows": found.load.rows,
-        "tokens": found.load.tokens,
         "items": {
-            name: {
-                "predicted": predicted_item(memory, name),
-                "measured": size,
-                "exact": exact.get(name, False),
-            }
+            name: {"predicted": predicted_item(memory, name), "measured": size}
             for name, size in found.items.items()
         },
         "phases": {
             name: {
-                "predicted": predicted_phase(plan, memory, name),
+                "predicted": memory.held(name) + memory.held(name, host=True),
                 "measured": found.phases[name],
                 "seconds": found.seconds[name],
             }

@@ -1,13 +1,9 @@
-import os
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.ops import use_backend
-from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -278,34 +274,3 @@ def test_vocab_parallel_logprob_refuses_wrong_arguments(change, message):
 def test_vocab_parallel_logprob_in_place_needs_contiguous_logits():
     with pytest.raises(ValueError, match=r"strides \[1, 2\], expected contiguous"):
         vocab_parallel_logprob(torch.zeros(8, 2).t(), torch.tensor([0, 1]), inplace=True)
-
-
-def fails(group):
-    if group.rank() == 1:
-        raise ValueError("rank one is unwell")
-    dist.barrier(group)
-
-
-def crashes(group):
-    if group.rank() == 1:
-        os.abort()
-
-
-def hangs(group):
-    if group.rank() == 1:
-        time.sleep(2 * DEADLINE)
-
-
-def test_run_ranks_reports_the_rank_that_failed_first():
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2.*rank one is unwell"):
-        run_ranks(fails, 2)
-
-
-def test_run_ranks_reports_a_crashing_rank():
-    with pytest.raises(AssertionError, match=r"1: -6"):
-        run_ranks(crashes, 2)
-
-
-def test_run_ranks_reports_a_hanging_rank():
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
-        run_ranks(hangs, 2, timeout=2)

@@ -264,7 +264,7 @@ def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[
     as_trained()
     plan = tiny_plan(*SHORT, *overrides, config=config)
     with topology.start(plan) as topo:
-        result = report(plan, topo, *measure(plan, topo))
+        result = report(topo, *measure(plan, topo))
     for name, row in result["items"].items():
         if name == "activations":
             assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), name

@@ -27,7 +27,7 @@ def measured(group: Any) -> dict[str, dict[str, Any]]:
     for name, words in LAYOUTS[group.size()].items():
         plan = compile_plan(TINY_VL, (*SHORT, *words))
         with topology.start(plan) as topo:
-            found[name] = report(plan, topo, *measure(plan, topo))
+            found[name] = report(topo, *measure(plan, topo))
     return found
 
 
