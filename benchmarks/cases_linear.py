@@ -246,10 +246,6 @@ def _others(
     if on_cpu or 6 * 4 * len(hidden) * len(weight) < FITS:
         name = "all bf16 logits" if narrow else "all logits"
         found[name] = lambda: problem.gradients(*peers.eager(hidden @ weight.t(), targets))
-    if not on_cpu:
-        from benchmarks.triton_linear import split_logprob
-
-        found["Triton, as verl"] = lambda: problem.gradients(*split_logprob(*problem[:3]))
     for name, function in packages.items():
         found[f"{name}, log-prob only"] = lambda n=name, f=function: _package(problem, n, f)
     return found

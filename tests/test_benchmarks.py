@@ -1,8 +1,6 @@
 """The benchmarks measure what they say: equal results, right bytes, bars that can fail."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +14,8 @@ from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
 from benchmarks.measure import CLOCKS, Case, call_seconds, check, extra_bytes, measure, same
-from benchmarks.peers_logprob import eager_as_is
 from benchmarks.per_sequence import TRAINERS
 from benchmarks.plot import plot
-from tests.helpers.deadline import DEADLINE
-from tests.helpers.python_path import python_path
 
 pytestmark = pytest.mark.multiprocess
 
@@ -142,56 +137,6 @@ def test_agree_tells_a_log_prob_that_is_off_from_ours():
     for i in range(3):
         off = [x + 0.01 * (i == j) for j, x in enumerate(ours)]
         assert agree(ours, ours) and not agree(ours, tuple(off))
-
-
-def logprobs_by_triton():
-    """By kernels on this machine's processor, interpreted, against float64."""
-    from benchmarks import triton_linear
-
-    triton_linear.TILE.update(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16)
-    g = torch.Generator().manual_seed(0)
-    for tokens, size, vocab in ((17, 20, 70), (1, 16, 16)):
-        hidden = torch.randn(tokens, size, generator=g).requires_grad_()
-        weight = torch.randn(vocab, size, generator=g).requires_grad_()
-        targets = torch.randint(vocab, (tokens,), generator=g)
-        grads = torch.randn(2, tokens, generator=g)
-        ours = triton_linear.split_logprob(hidden, weight, targets, (48, 64))
-        exact = eager_as_is(hidden.double() @ weight.double().t(), targets)
-        exact = [each for each in exact if each is not None]
-        torch.testing.assert_close(
-            torch.stack(ours).double(), torch.stack(exact), rtol=1e-5, atol=1e-5
-        )
-        of_ours = torch.autograd.grad(ours, (hidden, weight), [*grads])
-        of_exact = torch.autograd.grad(exact, (hidden, weight), [*grads.double()])
-        for a, b in zip(of_ours, of_exact, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_split_logprob_is_right_interpreted():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(ROOT)}
-    script = "from tests.test_benchmarks import logprobs_by_triton; logprobs_by_triton()"
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=DEADLINE)
-
-
-def test_triton_linear_compiles_for_hopper(tmp_path: Path):
-    from benchmarks.binaries import binary_of
-    from benchmarks.triton_linear import split_logprob
-    from tests.helpers.offline_triton import offline
-
-    hidden, weight = (
-        torch.empty(rows, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for rows in (8192, 9504)
-    )
-    targets = torch.empty(8192, dtype=torch.int64, device="meta")
-    with offline(tmp_path, 90) as variants:
-        found = split_logprob(hidden, weight, targets)
-        torch.autograd.grad(found, hidden, [torch.empty_like(x) for x in found])
-    kernels = {variant.kernel for variant in variants}
-    assert kernels == {"split_stats_kernel", "merge_splits_kernel", "split_grad_kernel"}
-    for variant in variants:
-        binary = binary_of(variant, 90)
-        # a few bytes at the end of a tile cost nothing; a loop that spills were no fair baseline
-        assert binary.registers > 0 and binary.spills <= 64 and binary.shared <= 227 << 10
 
 
 def test_extra_bytes_is_the_peak_not_the_result():
