@@ -76,11 +76,14 @@ def plan_of(model, folder, *overrides):
 
 def one_pass(plan):
     """(scores, metrics, gradients) of one minibatch in several microbatches."""
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = plan_microbatches(
-            batch.seqlens, topo.dp_size, 128 // topo.cp_size, plan.row_alignment, topo.cp_size
+            batch.seqlens,
+            policy.topo.dp_size,
+            128 // policy.topo.cp_size,
+            plan.row_alignment,
+            policy.topo.cp_size,
         )
         scores = passes.scores(policy, batch, schedule)
         batch = batch.with_(old_logprobs=scores.logprobs)

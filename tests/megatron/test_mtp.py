@@ -68,18 +68,17 @@ def test_MultiTokenGPT_equals_megatrons_own(folder):
     from pyrl_ext.megatron.packed_attention import PackedSequences
 
     plan = compiled("glm mtp", folder, ("objective.mtp_detach=false",))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         batch = passes.select(parity.batches(plan, mtp_routes=False)[0], [3])
         batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
         rows = len(batch.tokens)
         layers = plan.num_mtp_layers
         model: Any = policy.llm.models[0]
         model.train()
-        micro = microbatch(batch, [0], topo.place(), layers)
+        micro = microbatch(batch, [0], policy.topo.place(), layers)
         packed = PackedSequences.of(micro)
         inputs = micro.tokens[None], packed.positions[None], None
-        scored = partial(score_tokens, plan, topo.groups.tp, micro, True)
+        scored = partial(score_tokens, plan, policy.topo.groups.tp, micro, True)
         _, (ahead, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
         ours = -ahead
 
@@ -96,7 +95,7 @@ def test_MultiTokenGPT_equals_megatrons_own(folder):
 
         rotary = megatron_rope_by_position()
         name = "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"  # read by megatron's own loss
-        named = patch.object(parallel_state, name, topo.groups.dp_cp)
+        named = patch.object(parallel_state, name, policy.topo.groups.dp_cp)
         with patch.object(*stock), patch.object(*whole), rotary, named:
             model.compute_language_model_loss = keep
             model(*inputs, labels=micro.targets[None], packed_seq_params=packed)

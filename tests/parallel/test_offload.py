@@ -189,10 +189,9 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
     plan = tiny_plan(*overrides)
     batch = random_batch()
     freed = {}
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         tokens = plan.batching.tokens_per_microbatch
-        schedule = plan_microbatches(batch.seqlens, topo.dp_size, tokens, plan.row_alignment)
+        schedule = plan_microbatches(batch.seqlens, policy.topo.dp_size, tokens, plan.row_alignment)
         found: list[Any] = []
         for _ in range(3):
             if away:

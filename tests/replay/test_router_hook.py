@@ -70,13 +70,14 @@ def expected_map(batch, micro, layer):
 def test_use_forces_the_given_ids(recompute):
     plan = tiny_plan(f"model.recompute={recompute}")
     batch = random_batch(12)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         probe = Probe(policy)
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
         passes.update(policy, batch, schedule, build_loss(plan.objective))
-        micros = [microbatch(batch, g.samples, topo.place()) for (g,) in schedule.microbatches]
+        micros = [
+            microbatch(batch, g.samples, policy.topo.place()) for (g,) in schedule.microbatches
+        ]
     times = 1 if recompute == "none" else 2
     for layer in LAYERS:
         assert len(probe.used[layer]) == times * len(micros)
@@ -107,8 +108,7 @@ def test_use_routes_as_megatron_does(config, fields):
     plan = tiny_plan(config=config)
     batch = random_batch(6, unrouted=0.0)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         prefetch = passes.prefetch(policy, batch, schedule_of([range(6)]), replayed=True)
         _, ready = next(prefetch.microbatches(0))
         assert ready.routes is not None and ready.routes.use is None
@@ -142,14 +142,13 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
     micro = Microbatch.of(shard, 0, RankCoords())
     rows = micro.rows.tolist()
     assert min(rows) < 0 and not batch.route_mask.all()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         replay = policy.llm.replay
         chunk = policy.llm.chunks[0]
         routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
         with replay.session(counting=True), torch.no_grad():
             layers = replay.layers_to_replay(shard.role.layers) if replayed else ()
-            upload = Upload(topo.device)
+            upload = Upload(policy.topo.device)
             routes = RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, upload)
             for hook, router in zip(replay.hooks[0], routers, strict=True):
                 logits = torch.randn(len(rows), 1, EXPERTS)
@@ -173,8 +172,7 @@ def test_use_lets_the_router_choose_for_tokens_without_a_route():
     plan = tiny_plan()
     batch = random_batch(8, unrouted=1.1)
     schedule = plan_microbatches(batch.seqlens, 1, 128)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         replayed = passes.scores(policy, batch, schedule, replay=True)
         native = passes.scores(policy, batch, schedule, replay=False)
     assert torch.equal(replayed.logprobs, native.logprobs)
@@ -186,13 +184,12 @@ def test_agreement_counts_what_the_router_would_have_chosen():
     plan = tiny_plan()
     batch = random_batch(8, unrouted=0.0)
     schedule = plan_microbatches(batch.seqlens, 1, 4096)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         probe = Probe(policy)
         passes.scores(policy, batch, schedule, replay=False)
         assert batch.routes is not None
         own = torch.stack([probe.used[layer][0].int().topk(TOPK).indices for layer in LAYERS], 1)
-        order = microbatch(batch, schedule.samples, topo.place()).rows
+        order = microbatch(batch, schedule.samples, policy.topo.place()).rows
         routes = torch.empty_like(batch.routes)
         routes[order] = own.to(torch.uint8)
         own_scores = passes.scores(policy, batch.with_(routes=routes), schedule)
@@ -210,8 +207,7 @@ def test_use_keeps_the_gradient_of_the_gate():
     plan = tiny_plan()
     batch = random_batch(8, unrouted=0.0)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         before = {n: t.clone() for n, t in policy.weights() if n.endswith("mlp.gate.weight")}
         passes.update(
             policy, batch, plan_microbatches(batch.seqlens, 1, 64), build_loss(plan.objective)
@@ -245,8 +241,7 @@ def test_session_leaves_no_state_after_an_exception():
 def test_prepare_refuses_missing_layers():
     plan = tiny_plan()
     batch = random_batch(4)
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         assert batch.routes is not None
         batch = batch.with_(routes=batch.routes[:, :2], layer_ids=LAYERS[:2])
         with pytest.raises(ValueError, match=r"layers \[3\] have a router but no routes"):
@@ -264,8 +259,7 @@ def test_replay_refuses_a_fused_router():
     from pyrl_ext.replay.router_hook import ReplayRouters
 
     plan = tiny_plan()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         policy.llm.config.moe_router_fusion = True
         with pytest.raises(RuntimeError, match="return before the replay hook"):
-            ReplayRouters(policy.llm.chunks, topo.device)
+            ReplayRouters(policy.llm.chunks, policy.topo.device)

@@ -94,16 +94,15 @@ def gradients_by_split(folder, overrides):
     """Splits -> (metrics, gradients) of one minibatch, with every term of the loss switched on."""
     terms = ("objective.kl_coef=0.1",)
     plan = compiled(SPLIT_MODEL, folder, (*terms, *overrides))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
+    with passes.built(plan) as policy:
         loss = build_loss(plan.objective)
-        reference = Policy.build(plan, topo, trainable=False)
+        reference = Policy.build(plan, policy.topo, trainable=False)
         batch = parity.batches(plan, mtp_routes=True)[0]
         g = torch.Generator().manual_seed(1)
         noise = torch.randn(2, len(batch.tokens), generator=g) / 10
         found = {}
-        for split in SPLITS[topo.world_size]:
-            schedule = deal(len(batch.seqlens), topo.dp_size, split, topo.cp_size)
+        for split in SPLITS[policy.topo.world_size]:
+            schedule = deal(len(batch.seqlens), policy.topo.dp_size, split, policy.topo.cp_size)
             scores = passes.scores(reference, batch, schedule).logprobs
             policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
             ready = batch.with_(old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
