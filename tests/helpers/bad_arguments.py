@@ -46,10 +46,10 @@ def of(op: str, run: Callable[..., Any] | None = None) -> Callable[..., Bad]:
 
     ``run``: that of an operator which `pyrl_ext.ops` does not export.
     """
-    run = run or getattr(ops, op)
+    called = run or getattr(ops, op)
 
     def bad(error: type[Exception], message: str, *args: Any, **named: Any) -> Bad:
-        return Bad(op, partial(run, *args, **named), error, message)
+        return Bad(op, partial(called, *args, **named), error, message)
 
     return bad
 
