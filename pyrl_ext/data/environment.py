@@ -118,6 +118,7 @@ class EnvironmentHost:
     """
 
     about = None
+    at_once = None
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make

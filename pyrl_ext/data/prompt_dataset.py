@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pyrl_ext.data.gym_task import GymTask
 from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
-from pyrl_ext.data.rewards import Reward, WorkerReward, load_reward, score
+from pyrl_ext.data.rewards import Reward, Scorer, WorkerReward, load_reward
 from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,7 +26,7 @@ from pyrl_ext.parallel.launch import launched
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.gym_tasks import is_gym_task
 from pyrl_ext.plan.task_options import PICTURES
-from pyrl_ext.samples import Prompt, Sample
+from pyrl_ext.samples import Prompt
 
 _MAX_WORKERS = 8  # of environments, on a rank
 
@@ -63,18 +63,10 @@ class PromptDataset:
     environments: Pool | None = None
     sets: Mapping[str, EvalPrompts] = field(default_factory=dict[str, EvalPrompts])
 
-    def scorer(
-        self, prompts: Sequence[Prompt], reward: AnyReward | None = None
-    ) -> Callable[[list[Sample]], list[Sample]]:
-        """A function that returns samples of ``prompts`` with their rewards; ``reward``: None is
-        the run's."""
-        return partial(
-            score,
-            prompts=prompts,
-            reward=self.reward if reward is None else reward,
-            decode=self.tokenizer.decode,
-            stop_ids=self.stop_ids,
-        )
+    def scorer(self, prompts: Sequence[Prompt], reward: AnyReward | None = None) -> Scorer:
+        """Scores samples of ``prompts``; ``reward``: None is the run's."""
+        chosen = self.reward if reward is None else reward
+        return Scorer(prompts, chosen, self.tokenizer.decode, self.stop_ids)
 
     def close(self) -> None:
         """Stop the worker processes of user code."""
@@ -165,7 +157,7 @@ def build_source(plan: Plan) -> PromptDataset:
         cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
         environments = Pool(key, host, max(1, min(_MAX_WORKERS, cores)))
     elif plan.data.reward is not None:
-        reward = load_reward(plan.data.reward, plan.data.reward_timeout)
+        reward = _reward(plan, plan.data.reward)
     prompts = _load(plan, data.prompts, data.split, data.subset, tokenizer, reward)
     held_out = None
     if data.eval_prompts is not None or data.eval_split is not None:
@@ -177,13 +169,25 @@ def build_source(plan: Plan) -> PromptDataset:
     return PromptDataset(source, reward, tokenizer, stop_ids, environments, sets)
 
 
+def _reward(plan: Plan, name: str) -> AnyReward:
+    data = plan.data
+    return load_reward(
+        name,
+        timeout=data.reward_timeout,
+        workers=data.reward_workers,
+        concurrency=data.reward_concurrency,
+        retries=data.reward_retries,
+        drops=data.reward_min_share < 1,
+    )
+
+
 def _eval_sets(plan: Plan, tokenizer: Tokenizer, reward: AnyReward) -> dict[str, EvalPrompts]:
     """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
     sets: dict[str, EvalPrompts] = {}
     for name, chosen in plan.evaluate.sets.items():
         own = reward
         if chosen.reward is not None and chosen.reward != plan.data.reward:
-            own = load_reward(chosen.reward, plan.data.reward_timeout)
+            own = _reward(plan, chosen.reward)
         prompts = _load(plan, chosen.file, chosen.split, chosen.subset, tokenizer, own)
         first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
         sets[name] = EvalPrompts(first, own)
@@ -228,7 +232,7 @@ def _gym_source(
     limit = plan.data.max_prompt_tokens
     prompts = GymTask(task, encode, limit, plan.seed, plan.data.task_options)
     prompts.take(0, 1)  # what does not work fails now
-    reward = load_reward("pyrl_ext.data.gym_task:score", plan.data.reward_timeout)
+    reward = _reward(plan, "pyrl_ext.data.gym_task:score")
     sets = _eval_sets(plan, tokenizer, reward)
     return PromptDataset(prompts, reward, tokenizer, stop_ids, None, sets)
 

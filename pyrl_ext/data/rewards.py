@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.parallel.user_code import describe, load_function, shown
@@ -81,42 +84,94 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-class RewardHost:
-    """A user's reward function in a worker process."""
+class Scored(NamedTuple):
+    """The result of a call of a reward function.
 
-    def __init__(self, name: str):
+    Args:
+        reward: of the response
+        components: by name, those that the function returned
+        seconds: that the call took
+    """
+
+    reward: float
+    components: dict[str, float]
+    seconds: float
+
+
+class RewardHost:
+    """A user's reward function in a worker process.
+
+    Args:
+        name: module:function
+        at_once: calls of an ``async def`` function that run at the same time
+    """
+
+    def __init__(self, name: str, at_once: int):
         self._reward = load_function("data.reward", name, 3)
         self.about, self._holds = getattr(self._reward, "answer_rule", (None, bool))
+        self.at_once: int | None = at_once if inspect.iscoroutinefunction(self._reward) else 1
 
     def call(self, owner: int | None, method: str, *args: Any) -> Any:
-        """The reward, or the check of an answer."""
-        return self._reward(*args) if method == "score" else self._holds(*args)
+        """(what the function returned, seconds), or the check of an answer."""
+        if method == "holds":
+            return self._holds(*args)
+        began = time.monotonic()
+        value = self._reward(*args)
+        if inspect.isawaitable(value):
+            return _timed(value, began)
+        return value, time.monotonic() - began
 
     def read(self, method: str, value: Any) -> Any:
-        """(reward, components), or whether an answer can be used."""
-        return read_reward(value) if method == "score" else bool(value)
+        """`Scored`, or whether an answer can be used."""
+        if method == "holds":
+            return bool(value)
+        returned, seconds = value
+        return Scored(*read_reward(returned), seconds)
+
+
+async def _timed(awaitable: Awaitable[Any], began: float) -> tuple[Any, float]:
+    value = await awaitable
+    return value, time.monotonic() - began
 
 
 class WorkerReward:
-    """A user's reward function, which runs in a worker process.
+    """A user's reward function, which runs in worker processes.
 
     Args:
         name: module:function
         timeout: of a call [s]; None: no limit
+        workers: most processes
+        concurrency: calls of an ``async def`` function that a process runs at the same time
+        retries: of a call that fails
+        drops: a response whose calls all fail is dropped and counted; else it ends the run
+
+    Attributes:
+        noted: kinds of failures whose first one was printed
 
     Raises:
         ValueError: it does not load
     """
 
-    def __init__(self, name: str, timeout: float | None = None):
+    def __init__(
+        self,
+        name: str,
+        timeout: float | None = None,
+        workers: int = 1,
+        concurrency: int = 1,
+        retries: int = 0,
+        drops: bool = False,
+    ):
         self.name = name
         self.timeout = timeout
-        self.pool = Pool(f"data.reward: {name!r}", partial(RewardHost, name), serial=True)
+        self.retries = retries
+        self.drops = drops
+        self.noted: set[str] = set()
+        self.pool = Pool(f"data.reward: {name!r}", partial(RewardHost, name, concurrency), workers)
         if self.pool.about is not None:
             self.answer_rule = self.pool.about, self._holds
 
     def close(self) -> None:
-        """Stop the worker."""
+        """Stop the workers."""
         self.pool.close()
 
     def _holds(self, answer: Any) -> bool:
@@ -129,62 +184,178 @@ BUILT_IN: dict[str, Reward] = {
 """Rewards that run in the process that scores."""
 
 
-def load_reward(name: str, timeout: float | None = None) -> Reward | WorkerReward:
-    """The reward function that ``data.reward`` names.
+def load_reward(name: str, **limits: Any) -> Reward | WorkerReward:
+    """The reward function that ``data.reward`` names; ``limits``: as `WorkerReward` takes them.
 
     Raises:
         ValueError: it does not load
     """
     name = reward_function(name)
-    return BUILT_IN[name] if name in BUILT_IN else WorkerReward(name, timeout)
+    return BUILT_IN[name] if name in BUILT_IN else WorkerReward(name, **limits)
 
 
-def score(
-    samples: Iterable[Sample],
-    prompts: Sequence[Prompt],
-    reward: Reward | WorkerReward,
-    decode: Callable[[list[int]], str],
-    stop_ids: Sequence[int],
-) -> list[Sample]:
-    """The samples with their rewards.
+Arguments = tuple[Prompt, str, list[int]]
+
+
+class _Call:
+    """A call of a reward function in a worker, which is made again if it fails.
+
+    Attributes:
+        text: of the response
+        done: its result, or the last failure
+        retries: calls after the first one
+        ended: when it was done, on the monotonic clock [s]
+    """
+
+    def __init__(self, reward: WorkerReward, arguments: Arguments):
+        self.text = arguments[1]
+        self.done = Future[Scored]()
+        self.retries = 0
+        self.ended = 0.0
+        self._reward = reward
+        self._arguments = arguments
+
+    def follow(self, future: Future[Scored]) -> None:
+        """Take the result of a future when it is there."""
+        future.add_done_callback(self._take)
+
+    def _take(self, future: Future[Scored]) -> None:
+        """Runs in the thread of the pool."""
+        failure = future.exception()
+        if failure is not None and self.retries < self._reward.retries:
+            self.retries += 1
+            try:
+                (again,) = self._reward.pool.submit(
+                    "score", [self._arguments], self._reward.timeout
+                )
+            except Exception as error:  # no process could be started; who waits has to know
+                self.done.set_exception(error)
+                return
+            self.follow(again)
+            return
+        self.ended = time.monotonic()
+        if failure is None:
+            self.done.set_result(future.result())
+        else:
+            self.done.set_exception(failure)
+
+
+class Scorer:
+    """Scores the samples of a rollout, group by group.
 
     Args:
-        samples: of these prompts, in any order
         prompts: with distinct ids
         reward: fn(prompt, text, tokens) -> float, or its components by name; text is the decoded
             response without a stop token at its end (a stop string is part of it), tokens are all
             its ids
         decode: token ids -> text
         stop_ids: tokens that end a response
-
-    Raises:
-        RuntimeError: the reward function raised, exceeded its time limit, exited its process or
-            returned something other than finite numbers; names the function, the prompt, the
-            sample and the completion
     """
-    by_id = {prompt.id: replace(prompt, images=()) for prompt in prompts}
-    samples = list(samples)
-    calls = list[tuple[Prompt, str, list[int]]]()
-    for sample in samples:
-        tokens = sample.response
-        text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
-        calls.append((by_id[sample.prompt_id], text, tokens))
-    futures = list[Future[tuple[float, dict[str, float]]]]()
-    if isinstance(reward, WorkerReward):
-        futures = reward.pool.submit("score", calls, reward.timeout)
-    scored: list[Sample] = []
-    for number, (sample, call) in enumerate(zip(samples, calls, strict=True)):
-        where = partial(_where, reward, sample, call[1])
-        try:
-            if isinstance(reward, WorkerReward):
-                value, components = _wait(futures[number], where)
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        reward: Reward | WorkerReward,
+        decode: Callable[[list[int]], str],
+        stop_ids: Sequence[int],
+    ):
+        self._by_id = {prompt.id: replace(prompt, images=()) for prompt in prompts}
+        self._reward = reward
+        self._decode = decode
+        self._stop_ids = stop_ids
+        self._busy_until = 0.0
+        self._running: list[tuple[Sample, _Call]] = []  # calls that no one has seen an end of
+
+    def __call__(
+        self, samples: Sequence[Sample]
+    ) -> Callable[[defaultdict[str, float]], list[Sample]]:
+        """Begin to score samples: a function in workers is called at once, a built-in one later.
+
+        Returns:
+            a function that waits, adds to the counts that it is given, and returns the samples
+            with their rewards, in their order; without those that are dropped. It raises
+            RuntimeError if the reward function raised, exceeded its time limit, exited its
+            process or returned something other than finite numbers; it names the function, the
+            prompt, the sample and the completion
+
+        Raises:
+            RuntimeError: the same, of an earlier call
+        """
+        arguments = list[Arguments]()
+        for sample in samples:
+            tokens = sample.response
+            text = self._decode(tokens[:-1] if tokens[-1] in self._stop_ids else tokens)
+            arguments.append((self._by_id[sample.prompt_id], text, tokens))
+        if not isinstance(self._reward, WorkerReward):
+            return partial(self._score_here, self._reward, samples, arguments)
+        self._check_running(self._reward)
+        calls = [_Call(self._reward, each) for each in arguments]
+        self._running += zip(samples, calls, strict=True)
+        began = time.monotonic()
+        futures = self._reward.pool.submit("score", arguments, self._reward.timeout)
+        for call, future in zip(calls, futures, strict=True):
+            call.follow(future)
+        return partial(self._wait, self._reward, samples, calls, began)
+
+    def _check_running(self, reward: WorkerReward) -> None:
+        """Raise the error of a call that has failed, rather than generate the rest of the step."""
+        running: list[tuple[Sample, _Call]] = []
+        for sample, call in self._running:
+            if not call.done.done():
+                running.append((sample, call))
+                continue
+            failure = call.done.exception()
+            if isinstance(failure, CallFailed) and not reward.drops:
+                raise _failed(reward, sample, call.text, failure) from failure
+        self._running = running
+
+    def _score_here(
+        self,
+        reward: Reward,
+        samples: Sequence[Sample],
+        arguments: Sequence[Arguments],
+        counts: defaultdict[str, float],
+    ) -> list[Sample]:
+        scored: list[Sample] = []
+        for sample, each in zip(samples, arguments, strict=True):
+            try:
+                value, components = _call(reward, each)
+            except CallFailed as failure:
+                raise _failed(reward, sample, each[1], failure) from failure
+            scored.append(replace(sample, reward=value, components=components))
+        return scored
+
+    def _wait(
+        self,
+        reward: WorkerReward,
+        samples: Sequence[Sample],
+        calls: Sequence[_Call],
+        began: float,
+        counts: defaultdict[str, float],
+    ) -> list[Sample]:
+        """Groups are waited for in the order in which they began."""
+        waits = time.monotonic()
+        scored: list[Sample] = []
+        for sample, call in zip(samples, calls, strict=True):
+            try:
+                result = _result(call.done, partial(_where, reward, sample, call.text))
+            except CallFailed as failure:
+                error = _failed(reward, sample, call.text, failure)
+                if not reward.drops:
+                    raise error from failure
+                _note(reward, failure, error)
+                counts[f"dropped/{failure.reason}"] += 1
             else:
-                value, components = _call(reward, call)
-        except CallFailed as failure:
-            text = f"{where()}: {failure.message}{_RULES.get(failure.reason, '')}"
-            raise RuntimeError(text) from failure
-        scored.append(replace(sample, reward=value, components=components))
-    return scored
+                scored.append(replace(sample, reward=result.reward, components=result.components))
+                counts["reward_results"] += 1
+                counts["reward_seconds"] += result.seconds
+            counts["responses"] += 1
+            counts["reward_retries"] += call.retries
+        counts["max_reward_wait"] += time.monotonic() - waits
+        ended = max(call.ended for call in calls)
+        counts["max_reward_busy"] += max(0.0, ended - max(began, self._busy_until))
+        self._busy_until = max(self._busy_until, ended)
+        return scored
 
 
 _RULES = {
@@ -192,6 +363,21 @@ _RULES = {
     "timeout": ", expected one within data.reward_timeout",
     "lost": ", expected the function to return",
 }
+
+
+def _failed(
+    reward: Reward | WorkerReward, sample: Sample, text: str, failure: CallFailed
+) -> RuntimeError:
+    """The error that names a failed call."""
+    rule = _RULES.get(failure.reason, "")
+    return RuntimeError(f"{_where(reward, sample, text)}: {failure.message}{rule}")
+
+
+def _note(reward: WorkerReward, failure: CallFailed, error: RuntimeError) -> None:
+    """Print the first failure of its kind."""
+    if failure.reason not in reward.noted:
+        reward.noted.add(failure.reason)
+        print(f"{error}; the response is dropped", file=sys.stderr, flush=True)
 
 
 def _where(reward: Reward | WorkerReward, sample: Sample, text: str) -> str:
@@ -205,9 +391,7 @@ def _where(reward: Reward | WorkerReward, sample: Sample, text: str) -> str:
     )
 
 
-def _wait(
-    future: Future[tuple[float, dict[str, float]]], where: Callable[[], str]
-) -> tuple[float, dict[str, float]]:
+def _result(future: Future[Scored], where: Callable[[], str]) -> Scored:
     """The result of a call in a worker, whose calls before it have ended; a line on stderr names
     one that takes long."""
     waited = 0.0
@@ -222,9 +406,7 @@ def _wait(
             notice *= 2
 
 
-def _call(
-    reward: Reward, arguments: tuple[Prompt, str, list[int]]
-) -> tuple[float, dict[str, float]]:
+def _call(reward: Reward, arguments: Arguments) -> tuple[float, dict[str, float]]:
     """(reward, components) of a function of this process."""
     try:
         value = reward(*arguments)

@@ -2,8 +2,8 @@
 
 User code may hang, exit its process or change it; none of that reaches the process that trains. A
 worker serves calls until it dies, or until a call exceeds its time limit: then another takes its
-place, and it is killed with all its child processes as soon as nobody has state in it. Workers
-import torch only if user code does.
+place, and it is killed with all its child processes as soon as nobody has state in it. Other calls
+that it had without state are made again. Workers import torch only if user code does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from pyrl_ext.parallel.user_code import describe
+from pyrl_ext.parallel.user_code import describe, place_of
 
 _POLL_SECONDS = 0.05  # resolution of time limits
+_GRACE_SECONDS = 5.0  # in which an event loop has to cancel a coroutine that is late
 _LOAD = -1  # number of the call that loads user code
 
 
@@ -58,9 +59,13 @@ class Host(Protocol):
 
     Attributes:
         about: sent to the pool when the host is loaded
+        at_once: calls that a worker runs at the same time. 1: one after the other in its main
+            thread; more: coroutines in its event loop, which cancels them at their time limit;
+            None: any number, functions in a thread of their call, coroutines in the event loop
     """
 
     about: Any
+    at_once: int | None
 
     def call(self, owner: int | None, method: str, *args: Any) -> Any:
         """Call user code; method "forget": the owner's state is given up."""
@@ -77,6 +82,7 @@ class _Request:
     owner: int | None
     method: str
     args: tuple[Any, ...]
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +97,22 @@ class _Reply:
 # the worker's side --------------------------------------------------------------------------------
 
 
-def serve(fd: int, serial: bool) -> None:
-    """Run the worker at the other end of a socket, until the pool closes it."""
+def serve(fd: int, alone: bool) -> None:
+    """Run the worker at the other end of a socket, until the pool closes it.
+
+    Args:
+        alone: calls run one after the other, whatever the host says
+    """
     connection = Connection(fd)
     try:
         host: Host = connection.recv()()
-        connection.send(_Reply(_LOAD, host.about))
+        at_once = 1 if alone else host.at_once
+        connection.send(_Reply(_LOAD, (host.about, at_once)))
     except BaseException as error:
         message = str(error) if isinstance(error, ValueError) else describe(error)
         connection.send(_Reply(_LOAD, failure=CallFailed("load", message)))
         return
-    server = _Server(connection, host, serial)
+    server = _Server(connection, host, at_once)
     threading.Thread(target=server.receive, name="requests", daemon=True).start()
     server.run()
 
@@ -110,14 +121,14 @@ class _Server:
     """The calls of one worker.
 
     Args:
-        serial: they run in the main thread, one after the other; else functions run in a thread of
-            their call, coroutines in one event loop
+        at_once: as of `Host`
     """
 
-    def __init__(self, connection: Connection, host: Host, serial: bool):
+    def __init__(self, connection: Connection, host: Host, at_once: int | None):
         self._connection = connection
         self._host = host
-        self._serial = serial
+        self._at_once = at_once
+        self._room = asyncio.Semaphore(at_once or 1)
         self._process = os.getpid()
         self._sending = threading.Lock()
         self._queue = SimpleQueue[_Request]()
@@ -125,7 +136,7 @@ class _Server:
 
     def run(self) -> None:
         """Run calls in order, or the event loop."""
-        while self._serial:
+        while self._at_once == 1:
             self._call(self._queue.get())
         asyncio.set_event_loop(self._loop)
         while True:
@@ -138,22 +149,41 @@ class _Server:
         with suppress(EOFError, OSError):
             while True:
                 for request in self._connection.recv():
-                    if self._serial:
+                    if self._at_once == 1:
                         self._queue.put(request)
-                    else:
+                    elif self._at_once is None:
                         threading.Thread(target=self._call, args=(request,), daemon=True).start()
+                    else:
+                        asyncio.run_coroutine_threadsafe(self._call_in_room(request), self._loop)
         os.killpg(0, signal.SIGKILL)
 
     def _call(self, request: _Request) -> None:
         try:
             value = self._host.call(request.owner, request.method, *request.args)
+            if inspect.isawaitable(value) and self._at_once == 1:
+                value = self._loop.run_until_complete(_result(value))
         except BaseException as error:  # also SystemExit and KeyboardInterrupt
             self._finish(request, None, error)
             return
-        if inspect.isawaitable(value) and not self._serial:
+        if inspect.isawaitable(value):
             asyncio.run_coroutine_threadsafe(self._await(request, value), self._loop)
         else:
             self._finish(request, value, None)
+
+    async def _call_in_room(self, request: _Request) -> None:
+        """Call a coroutine function as soon as fewer than ``at_once`` calls run."""
+        value = None
+        error = None
+        async with self._room:
+            timeout = asyncio.timeout(request.limit)
+            try:
+                async with timeout:
+                    value = self._host.call(request.owner, request.method, *request.args)
+                    if inspect.isawaitable(value):
+                        value = await value
+            except BaseException as caught:
+                error = _late(request) if timeout.expired() else caught
+        self._finish(request, value, error)
 
     async def _await(self, request: _Request, awaitable: Awaitable[Any]) -> None:
         value = None
@@ -174,12 +204,20 @@ class _Server:
         except BaseException as caught:
             trace = "".join(traceback.format_exception(caught))[-20_000:]
             trace = trace.encode("utf-8", "backslashreplace").decode()
-            failure = CallFailed("error", f"raised {describe(caught)}", trace)
+            failure = CallFailed("error", f"raised {describe(caught)}{place_of(caught)}", trace)
             reply = _Reply(request.number, failure=failure)
         if os.getpid() != self._process:  # a process that user code forked returned from its call
             os._exit(1)
         with self._sending:
             self._connection.send(reply)
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _late(request: _Request) -> CallFailed:
+    return CallFailed("timeout", f"no result after {request.limit:g} s")
 
 
 # the pool's side ----------------------------------------------------------------------------------
@@ -193,7 +231,7 @@ class _Pending:
         began: when its clock started; None: calls before it still run
     """
 
-    limit: float | None
+    request: _Request
     future: Future[Any] = field(default_factory=Future[Any])
     began: float | None = None
 
@@ -203,21 +241,30 @@ class _Worker:
     """A worker process.
 
     Attributes:
+        alone: it runs calls one after the other, since one of them may have ended another worker
+        at_once: as of `Host`, once it is loaded
+        calls: without a result yet, in the order in which they run
         owners: whose state it holds
+        loaded: its host is there
         retired: a late call still runs; it gets no new owners
+        outbox: pickled messages, which a thread sends: a worker that hangs may take none
     """
 
     process: subprocess.Popen[bytes]
     connection: Connection
+    alone: bool
+    at_once: int | None = None
     calls: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     owners: set[int] = field(default_factory=set[int])
+    loaded: bool = False
     retired: bool = False
-    sending: threading.Lock = field(default_factory=threading.Lock)
+    outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue[bytes | None])
 
-    def send(self, payload: bytes) -> None:
-        """Send a pickled message."""
-        with self.sending, suppress(OSError):  # it died: the pool's thread finds out
-            self.connection.send_bytes(payload)
+    def send_all(self) -> None:
+        """Send the messages of the outbox, until one is None."""
+        while (payload := self.outbox.get()) is not None:
+            with suppress(OSError):  # it died: the pool's thread finds out
+                self.connection.send_bytes(payload)
 
     def kill(self) -> None:
         """Kill the process with all processes that it started."""
@@ -232,7 +279,6 @@ class Pool:
         key: config key and value, for messages
         load: makes the host in a worker; it is pickled
         workers: most that serve at the same time; each is started when it is needed
-        serial: calls of a worker run one after the other in its main thread; else at the same time
 
     Attributes:
         about: of the host
@@ -241,10 +287,9 @@ class Pool:
         ValueError: user code does not load
     """
 
-    def __init__(self, key: str, load: Callable[[], Host], workers: int = 1, serial: bool = False):
+    def __init__(self, key: str, load: Callable[[], Host], workers: int = 1):
         self._load = pickle.dumps(load)
         self._size = workers
-        self._serial = serial
         self._lock = threading.RLock()
         self._workers: list[_Worker] = []
         self._of_owner: dict[int, _Worker] = {}
@@ -254,7 +299,7 @@ class Pool:
         self._thread = threading.Thread(target=self._serve, name="workers", daemon=True)
         self._thread.start()
         try:
-            self.about = loaded.result()
+            self.about, _ = loaded.result()
         except CallFailed as failure:
             self.close()
             message = failure.message
@@ -269,7 +314,10 @@ class Pool:
         limit: float | None,
         owner: int | None = None,
     ) -> list[Future[Any]]:
-        """Send calls to one worker in one message.
+        """Send calls to workers: those of an owner to its worker, others to the least busy ones.
+
+        Without an owner, a call whose worker ends because of another call is made again. If that
+        may have been any of several calls, they are made one after the other in a separate worker.
 
         Args:
             method: of the host
@@ -280,16 +328,12 @@ class Pool:
         Returns:
             futures, which raise `CallFailed`
         """
-        requests = [_Request(next(self._numbers), owner, method, args) for args in calls]
-        payload = pickle.dumps(requests)
-        pendings = {request.number: _Pending(limit) for request in requests}
+        requests = [_Request(next(self._numbers), owner, method, args, limit) for args in calls]
+        pendings = [_Pending(request) for request in requests]
         with self._lock:
-            worker = self._worker_of(owner)
-            worker.calls |= pendings
-            if worker not in self._workers:
-                self._lose(worker, "its worker process has ended")
-        worker.send(payload)
-        return [pending.future for pending in pendings.values()]
+            parts = self._parts(owner, pendings)
+        self._send(parts)
+        return [pending.future for pending in pendings]
 
     def owner(self) -> int:
         """A new owner of state."""
@@ -301,7 +345,7 @@ class Pool:
             if (worker := self._of_owner.pop(owner, None)) is None:
                 return
             worker.owners.discard(owner)
-        worker.send(pickle.dumps([_Request(next(self._numbers), owner, "forget", ())]))
+        worker.outbox.put(pickle.dumps([_Request(next(self._numbers), owner, "forget", ())]))
 
     def close(self) -> None:
         """Kill all workers."""
@@ -310,25 +354,55 @@ class Pool:
         for worker in self._workers:
             worker.kill()
             worker.process.wait()
+            worker.outbox.put(None)
             worker.connection.close()
 
-    def _worker_of(self, owner: int | None) -> _Worker:
-        if owner is not None and owner in self._of_owner:
+    def _parts(self, owner: int | None, pendings: list[_Pending]) -> dict[_Worker, list[_Pending]]:
+        """The worker of each call."""
+        if owner is None:
+            return self._spread(pendings)
+        return {self._worker_of(owner): pendings}
+
+    def _spread(self, pendings: Sequence[_Pending]) -> dict[_Worker, list[_Pending]]:
+        """The worker of each call without an owner: the one with the fewest calls."""
+        usable = [w for w in self._workers if not w.retired and not w.alone]
+        loads = {worker: len(worker.calls) for worker in usable}
+        parts: dict[_Worker, list[_Pending]] = {}
+        for pending in pendings:
+            worker = min(loads, key=lambda worker: loads[worker], default=None)
+            if worker is None or (loads[worker] and len(loads) < self._size):
+                worker = self._start()
+                loads[worker] = 0
+            loads[worker] += 1
+            parts.setdefault(worker, []).append(pending)
+        return parts
+
+    def _send(self, parts: dict[_Worker, list[_Pending]]) -> None:
+        """Send calls to their workers, each worker's in one message."""
+        payloads = {w: pickle.dumps([p.request for p in part]) for w, part in parts.items()}
+        with self._lock:
+            for worker, part in parts.items():
+                worker.calls |= {pending.request.number: pending for pending in part}
+                worker.outbox.put(payloads[worker])
+                if worker not in self._workers:
+                    self._lose(worker, "its worker process has ended")
+
+    def _worker_of(self, owner: int) -> _Worker:
+        if owner in self._of_owner:
             return self._of_owner[owner]
         usable = [worker for worker in self._workers if not worker.retired]
         worker = min(usable, key=lambda worker: len(worker.owners), default=None)
         if worker is None or (worker.owners and len(usable) < self._size):
             worker = self._start()
-        if owner is not None:
-            worker.owners.add(owner)
-            self._of_owner[owner] = worker
+        worker.owners.add(owner)
+        self._of_owner[owner] = worker
         return worker
 
-    def _start(self) -> _Worker:
+    def _start(self, alone: bool = False) -> _Worker:
         ours, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from pyrl_ext.data.workers import serve; "
-            f"serve({theirs.fileno()}, {self._serial})"
+            f"serve({theirs.fileno()}, {alone})"
         )
         process = subprocess.Popen(
             [sys.executable, "-u", "-X", "faulthandler", "-c", code],
@@ -337,9 +411,10 @@ class Pool:
             start_new_session=True,  # Ctrl-C is for the run alone
         )
         theirs.close()
-        worker = _Worker(process, Connection(ours.detach()))
-        worker.calls[_LOAD] = _Pending(None)
-        worker.send(self._load)
+        worker = _Worker(process, Connection(ours.detach()), alone)
+        worker.calls[_LOAD] = _Pending(_Request(_LOAD, None, "load", ()))
+        worker.outbox.put(self._load)
+        threading.Thread(target=worker.send_all, name="requests", daemon=True).start()
         self._workers.append(worker)
         return worker
 
@@ -367,6 +442,9 @@ class Pool:
                 return
             with self._lock:
                 pending = worker.calls.pop(message.number, None)
+                if message.number == _LOAD and message.failure is None:
+                    _, worker.at_once = message.value
+                    worker.loaded = True
             if pending is not None and message.failure is not None:
                 pending.future.set_exception(message.failure)
             elif pending is not None:
@@ -375,32 +453,61 @@ class Pool:
     def _watch(self, worker: _Worker) -> None:
         """Fail the calls that exceed their limit, and retire their worker."""
         now = time.monotonic()
+        cancels = worker.at_once is not None and worker.at_once > 1  # unless its loop hangs
+        grace = _GRACE_SECONDS if cancels else 0.0
         with self._lock:
             late = list[_Pending]()
-            running = 1 if self._serial else None
-            for number, pending in list(islice(worker.calls.items(), running)):
+            for pending in islice(worker.calls.values(), worker.at_once):
                 pending.began = pending.began or now
-                if pending.limit is not None and now - pending.began > pending.limit:
-                    late.append(worker.calls.pop(number))
-            worker.retired |= bool(late)
+                limit = pending.request.limit
+                if limit is not None and now - pending.began > limit + grace:
+                    late.append(pending)
+            if late and cancels:
+                worker.kill()  # any of its calls may have stopped the loop
+                return
+            for pending in late:
+                del worker.calls[pending.request.number]
+            worker.retired |= bool(late) or (worker.alone and not worker.calls)
             if worker.retired and not worker.owners:
                 worker.kill()
         for pending in late:
-            failure = CallFailed("timeout", f"no result after {pending.limit:g} s")
-            pending.future.set_exception(failure)
+            pending.future.set_exception(_late(pending.request))
 
     def _end(self, worker: _Worker) -> None:
-        """Fail the calls of a worker whose process has ended."""
+        """Fail or repeat the calls of a worker whose process has ended."""
         self._receive_all(worker)
         worker.kill()  # also processes that it left
         code = worker.process.wait()
         with self._lock:
             self._workers.remove(worker)
+            worker.outbox.put(None)
             worker.connection.close()
             self._lose(worker, f"its worker process ended with exit code {code}")
+            worker.retired = True
 
     def _lose(self, worker: _Worker, message: str) -> None:
-        lost = [*worker.calls.values()]
+        """Fail the call that ended a worker, or all if they need its state; make others again."""
+        calls = [*worker.calls.values()]
         worker.calls.clear()
-        for pending in lost:
+        for pending in calls:
+            pending.began = None
+        running = len(calls)
+        repeats = worker.loaded and worker.at_once is not None
+        if repeats:
+            running = 0 if worker.retired else worker.at_once
+        suspects = calls[:running]
+        others = calls[running:]
+        if repeats and len(suspects) > 1:
+            self._send({self._alone(): suspects})
+            suspects = []
+        if others:
+            self._send({self._alone(): others} if worker.alone else self._spread(others))
+        for pending in suspects:
             pending.future.set_exception(CallFailed("lost", message))
+
+    def _alone(self) -> _Worker:
+        """The worker that runs calls one after the other."""
+        for worker in self._workers:
+            if worker.alone and not worker.retired:
+                return worker
+        return self._start(alone=True)

@@ -15,7 +15,12 @@ from collections.abc import Iterable
 
 from pyrl_ext.metrics.costs import COSTS
 from pyrl_ext.metrics.metric import Metric
-from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS, TURN_METRICS
+from pyrl_ext.metrics.rollout_metrics import (
+    AGE_METRICS,
+    SCORING_METRICS,
+    SERVER_METRICS,
+    TURN_METRICS,
+)
 
 _R3 = "Stabilizing MoE RL by aligning training and inference routers, arXiv:2510.11370"
 _K3 = "http://joschu.net/blog/kl-approx.html"
@@ -240,6 +245,7 @@ _METRICS = (
         "Rows whose routes differ in a later turn of the trajectory; turns.routes selects which "
         "are trained.",
     ),
+    *SCORING_METRICS,
     *TURN_METRICS,
     # the rollout
     Metric("rollout/tokens", "tokens", "Prompt and response tokens of the step's samples."),

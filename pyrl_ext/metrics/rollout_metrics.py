@@ -7,6 +7,7 @@ since the process began, evaluation included.
 from __future__ import annotations
 
 from pyrl_ext.metrics.metric import Metric
+from pyrl_ext.plan.schema import REWARD_REASONS
 from pyrl_ext.plan.schema.turns import REASONS
 
 # of `rollout.ahead`
@@ -44,6 +45,28 @@ AGE_METRICS = (
         "rollout/stale_groups",
         "groups",
         "Complete groups that were dropped: a loss token is more than rollout.ahead versions old.",
+    ),
+)
+
+# of a reward function in worker processes
+SCORING_METRICS = (
+    Metric(
+        "scoring/calls_per_second",
+        "calls/s",
+        "Calls of the reward function of all ranks, over the time in which any of them waited or "
+        "ran, on the rank where that is longest.",
+    ),
+    Metric("scoring/call_seconds", "s", "Time of a call that returned a reward, mean."),
+    Metric(
+        "scoring/wait_seconds",
+        "s",
+        "Time that a rank waited for rewards after its responses were there, the longest.",
+    ),
+    Metric("scoring/retries", "calls", "Calls of the reward function that were made again."),
+    Metric("scoring/dropped", "responses", "Responses that are not trained on without a reward."),
+    *(
+        Metric(f"scoring/dropped/{reason}", "responses", f"Those of them where {meaning}.")
+        for reason, meaning in REWARD_REASONS.items()
     ),
 )
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
+import pyrl_ext
+
 _SHOWN = 500  # characters of an error that user code raised
+_NOT_THEIRS = tuple(f"{Path(file).parent}/" for file in (pyrl_ext.__file__, asyncio.__file__))
 
 
 def find_modules_in(folder: str) -> None:
@@ -41,6 +46,19 @@ def describe(error: BaseException) -> str:
     except Exception as unprintable:
         message = f"its message raised {type(unprintable).__name__}"
     return f"{type(error).__name__}: {printable(message)}".removesuffix(": ")
+
+
+def place_of(error: BaseException) -> str:
+    """`` (file:line)`` of an error, for messages; empty if there is none.
+
+    It is the last line on the stack in the file that this package, or asyncio, called.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    if not theirs:
+        return ""
+    last = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+    return f" ({printable(last.filename)}:{last.lineno})"
 
 
 def load_function(

@@ -53,6 +53,10 @@ FREE_ON_RESUME = (
     "logprob",
     "kernels",
     "data.reward_timeout",
+    "data.reward_workers",
+    "data.reward_concurrency",
+    "data.reward_retries",
+    "data.reward_min_share",
     "cp_cost",
     "objective.dynamic_sampling_shortage",
     "rollout.gpus",
@@ -205,6 +209,11 @@ class Plan(Config):
         if self.turns.environment is not None:
             generated = self.turns.max_tokens
         return (generated if self.has_rollouts else self.data.max_tokens) - 1
+
+    @property
+    def drops_samples(self) -> bool:
+        """True if a group may have fewer samples than were begun: others failed."""
+        return self.turns.environment is not None or self.data.reward_min_share < 1
 
     @property
     def most_sampled(self) -> int:

@@ -18,8 +18,8 @@ from pyrl_ext.parallel.user_code import describe
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.prompt_groups import Counts, Groups, Score
-from pyrl_ext.rollout.turns.turn_stats import turn_metrics
+from pyrl_ext.rollout.prompt_groups import Counts, Group, Groups, Score
+from pyrl_ext.rollout.turns.turn_stats import dropped_metrics
 from pyrl_ext.rollout.versions import need_versions, newest, oldest_trained, with_newest_routes
 from pyrl_ext.samples import Prompt, Sample
 from pyrl_ext.schedule.look_ahead import LookAhead
@@ -41,13 +41,13 @@ class _Job:
     request: RolloutRequest
     groups: Groups
     left: int
-    done: list[list[Sample]] = field(default_factory=list[list[Sample]])
+    done: list[Group] = field(default_factory=list[Group])
     counts: Counts = field(default_factory=Counts)
     error: Exception | None = None
     over: bool = False
     stopped: bool = False
 
-    def take(self, group: list[Sample]) -> None:
+    def take(self, group: Group) -> None:
         """Take a complete group off."""
         self.done = [each for each in self.done if each is not group]
         self.left -= 1
@@ -66,7 +66,8 @@ class AsyncRollouts:
     the next step takes those that are complete by then before its own; a group is carried once. One
     step of ``ahead`` is kept for that, unless ``rollout.stale_groups`` is train.
 
-    All communication is in the caller's thread, and so is every call of a reward function.
+    All communication is in the caller's thread, and so is every call of a built-in reward; those in
+    workers begin as soon as a group is complete.
 
     Args:
         request_of: step -> all prompts of the step, and how they are sampled.
@@ -121,8 +122,7 @@ class AsyncRollouts:
 
         def complete() -> tuple[list[Sample], Counts]:
             groups, counts = self._complete(step, label)
-            score = self.scorer(whole.prompts)
-            samples = [sample for group in groups if group for sample in score(group)]
+            samples = [sample for group in groups for sample in group.scored(counts)]
             need_versions(samples, self._oldest(step), step)
             if self.plan.rollout.second_span_routes == "masked":
                 samples = [*map(with_newest_routes, samples)]
@@ -130,13 +130,13 @@ class AsyncRollouts:
 
         depths = self.plan.num_mtp_layers
         while True:
-            rollout = join_on_ranks(complete, whole, self.group, owns, depths, True)
+            rollout = join_on_ranks(complete, whole, self.group, owns, depths)
             # the trainer waits for this proof only where it trains on what it is about
             if rollout.counts["max_version"] < step or not self.engine.samples_stale():
                 break
             self.again()
         self._first = step + 1
-        return rollout, turn_metrics(rollout.counts) | self._metrics(rollout.counts)
+        return rollout, dropped_metrics(rollout.counts) | self._metrics(rollout.counts)
 
     def again(self) -> None:
         """Begin all steps again that were not taken, and give up what there is of them."""
@@ -190,7 +190,7 @@ class AsyncRollouts:
         prompts = part.prompts[: len(part.prompts) - max(0, carried)]
         part = replace(part, prompts=prompts)
         size = part.sampling.samples_per_prompt
-        job = _Job(part, Groups(size, len(prompts), None), len(prompts))
+        job = _Job(part, Groups(size, len(prompts), self.scorer(prompts)), len(prompts))
         self._jobs[step] = job
         name = f"rollout of step {step}"
         thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
@@ -209,7 +209,7 @@ class AsyncRollouts:
                         before = groups.complete
                         groups.add(event)
                         if groups.complete > before:
-                            job.done.append(groups.kept)
+                            job.done += groups.kept
                             groups.kept = []
                             self._changed.notify_all()
                         if groups.complete == groups.keep or job.stopped:
@@ -223,7 +223,7 @@ class AsyncRollouts:
                 job.over = True
                 self._changed.notify_all()
 
-    def _complete(self, step: int, label: str) -> tuple[list[list[Sample]], Counts]:
+    def _complete(self, step: int, label: str) -> tuple[list[Group], Counts]:
         """The groups of this rank that ``step`` is trained on, and counts."""
         keep = self._jobs[step].request.keep
         counts = Counts()
@@ -242,7 +242,7 @@ class AsyncRollouts:
             carried = self.carries and step + 1 < self.plan.steps
             for number in [n for n in self._jobs if n < step + (not carried)]:
                 self._drop(self._jobs.pop(number), counts)
-        for sample in chain.from_iterable(group for _, group in chosen):
+        for sample in chain.from_iterable(group.samples for _, group in chosen):
             counts["max_version"] = max(counts["max_version"], newest(sample))
             ages = step - sample.versions[sample.loss_mask]
             counts["age_tokens"] += len(ages)
@@ -259,24 +259,24 @@ class AsyncRollouts:
         """True if the counts of a step are known; groups that are carried may go on."""
         return self.carries or self._jobs[step].over
 
-    def _candidates(self, step: int, counts: Counts) -> list[tuple[_Job, list[Sample]]]:
+    def _candidates(self, step: int, counts: Counts) -> list[tuple[_Job, Group]]:
         """Complete groups of this and earlier steps; stale ones are dropped and counted.
 
         Raises: what a thread raised.
         """
         oldest = self._oldest(step)
-        found = list[tuple[_Job, list[Sample]]]()
+        found = list[tuple[_Job, Group]]()
         for job in (self._jobs[number] for number in sorted(self._jobs) if number <= step):
             if job.error is not None:
                 raise job.error
             for group in [*job.done]:
-                versions = [v for v in map(oldest_trained, group) if v is not None]
+                versions = [v for v in map(oldest_trained, group.samples) if v is not None]
                 if oldest is None or min(versions, default=oldest) >= oldest:
                     found.append((job, group))
                     continue
                 job.take(group)
                 counts["stale"] += 1
-                counts["discarded"] += sum(map(sampled_tokens, group))
+                counts["discarded"] += sum(map(sampled_tokens, group.samples))
         return found
 
     def _need_more(self, step: int, found: int, counts: Counts) -> None:
@@ -294,10 +294,9 @@ class AsyncRollouts:
         """Give up the groups that are left."""
         job.stopped = True
         counts["given_up"] += job.left
-        counts["discarded"] += sum(
-            sampled_tokens(s)
-            for s in chain.from_iterable(chain(job.done, *job.groups.begun.values()))
-        )
+        complete = [group.samples for group in job.done]
+        parts = chain(complete, *job.groups.begun.values())
+        counts["discarded"] += sum(map(sampled_tokens, chain.from_iterable(parts)))
         job.left = 0
 
     def _metrics(self, counts: Counts) -> dict[str, float]:

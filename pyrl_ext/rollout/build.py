@@ -99,7 +99,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
         from pyrl_ext.rollout.recorded import RecordedEngine
 
         assert plan.recorded_path is not None  # a rule says so
-        return RecordedEngine(plan.recorded_path, whole=plan.turns.environment is None)
+        return RecordedEngine(plan.recorded_path, whole=not plan.drops_samples)
     if plan.rollout.engine == "vllm":
         return _vllm(plan)
     raise NotImplementedError(

@@ -21,6 +21,8 @@ from pyrl_ext.rollout.prompt_groups import (
     EngineEvent,
     Groups,
     Score,
+    Wait,
+    as_they_are,
     need_share,
     sampled,
 )
@@ -38,7 +40,8 @@ class RolloutRequest:
         sampling: how responses are drawn
         keep: number of groups that are returned, at most one per prompt
         ask: how trajectories come from an engine
-        min_share: trajectories that must be left, as a share of those that ended
+        min_share: trajectories that must be left, as a share of those that ended; of responses
+            that a reward function scores, those that must have a reward
     """
 
     prompts: Sequence[Prompt]
@@ -90,8 +93,8 @@ def generate_on_ranks(
     Args:
         engine: of this rank; all engines hold the same weights
         request: the same on every rank
-        score: adds the rewards to a group as soon as it is complete; called on one rank of each
-            engine
+        score: begins to score a group as soon as it is complete, on one rank of each engine; the
+            rewards are waited for after the last one
         group: None = this process alone
         engine_of_rank: number of the engine that each rank holds (or holds a part of); None for a
             rank without an engine, which gets no prompts. None: rank r holds engine r
@@ -105,16 +108,16 @@ def generate_on_ranks(
             are left
 
     Communicates:
-        group, all-gather of a line of text, and then of about 60 bytes a sample; with an
-        environment also of about 20 numbers. holders, two numbers a sample, over the CPU
+        group, all-gather of a line of text, and then of about 60 bytes a sample and at most 20
+        numbers. holders, two numbers a sample, over the CPU
     """
     part, owns, label = part_of(request, group, engine_of_rank)
-    score = score if owns else _unscored
+    begin = (score or as_they_are) if owns else _unscored
 
     def complete() -> tuple[list[Sample], Counts]:
-        return _complete_groups(engine, part, score, show, label, holders)
+        return _complete_groups(engine, part, begin, show, label, holders)
 
-    return join_on_ranks(complete, request, group, owns, depths, request.ask is not sampled)
+    return join_on_ranks(complete, request, group, owns, depths)
 
 
 def part_of(
@@ -141,14 +144,12 @@ def join_on_ranks(
     group: dist.ProcessGroup | None,
     owns: bool,
     depths: int,
-    counted: bool,
 ) -> RolloutSamples:
     """The index of the samples of all ranks; see `generate_on_ranks`.
 
     Args:
         complete: returns the samples of this rank's part, and counts
         owns: whether this rank owns these samples
-        counted: ranks share the counts
     """
     with agreeing("generate_on_ranks", "prompts or sampling", group) as doing:
         doing.append(_digest(request))
@@ -157,15 +158,12 @@ def join_on_ranks(
             samples = []
             counts = Counts()
         samples = in_order(samples, request.prompts)
-        lost = int(counts.pop("discarded", 0))
-        mine = lost, BatchIndex.of(samples, 0 if group is None else group.rank(), depths)
+        mine = dict(counts), BatchIndex.of(samples, 0 if group is None else group.rank(), depths)
     shares = gather_objects(mine, group)
     whole = Counts()
-    whole["discarded"] = sum(lost for lost, _ in shares)
-    if counted:
-        for each in gather_objects(dict(counts), group):
-            whole.add(each)
-        need_share(whole, request.min_share)
+    for each, _ in shares:
+        whole.add(each)
+    need_share(whole, request.min_share)
     index = BatchIndex.joined([part for _, part in shares], [p.id for p in request.prompts])
     return RolloutSamples(index, samples, whole)
 
@@ -175,15 +173,15 @@ def _digest(request: RolloutRequest) -> int:
     return zlib.crc32(repr((known, request.sampling, request.keep)).encode())
 
 
-def _unscored(_group: list[Sample]) -> list[Sample]:
+def _unscored(_group: list[Sample]) -> Wait:
     """Keeps no sample of a group: another rank of the engine scores and owns them."""
-    return []
+    return as_they_are([])
 
 
 def _complete_groups(
     engine: Engine,
     request: RolloutRequest,
-    score: Score | None,
+    score: Score,
     show: Callable[[str], None] | None,
     label: str,
     holders: dist.ProcessGroup | None,
@@ -209,8 +207,9 @@ def _complete_groups(
             f"generate_on_ranks: the engine returned {groups.complete} groups of {groups.size} "
             f"samples, expected {request.keep}"
         )
-    counts["discarded"] = groups.tokens - sum(map(sampled_tokens, groups.kept))
-    return groups.kept, counts
+    samples = [sample for each in groups.kept for sample in each.scored(counts)]
+    counts["discarded"] += groups.tokens - sum(map(sampled_tokens, samples))
+    return samples, counts
 
 
 def for_each_in_step(

@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.parallel.collective_errors import AgreedError
+from pyrl_ext.plan.schema import REWARD_REASONS
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
-
-Score = Callable[[list[Sample]], list[Sample]]
 
 
 class EngineEvent(NamedTuple):
@@ -45,6 +45,18 @@ class Counts(defaultdict[str, float]):
             self[name] = max(self[name], value) if name[:3] == "max" else self[name] + value
 
 
+Wait = Callable[[Counts], list[Sample]]
+"""Waits for the rewards of a group, and adds to the counts; the samples with their rewards."""
+
+Score = Callable[[list[Sample]], Wait]
+"""Begins to score a group."""
+
+
+def as_they_are(samples: list[Sample]) -> Wait:
+    """Keeps the rewards of samples."""
+    return lambda _counts: samples
+
+
 def sampled(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
 ) -> Generator[EngineEvent]:
@@ -68,25 +80,45 @@ def need_share(counts: Mapping[str, float], least: float) -> None:
     """
     dropped = {n.removeprefix("dropped/"): v for n, v in counts.items() if n[:8] == "dropped/"}
     begun = counts.get("begun", 0)
+    what = "trajectories are left"
+    key = "turns.min_share"
+    reasons = REASONS
+    if not begun:
+        begun = counts.get("responses", 0)
+        what = "responses have a reward"
+        key = "data.reward_min_share"
+        reasons = REWARD_REASONS
     lost = sum(dropped.values())
     if begun and begun - lost < least * begun:
-        shown = ", ".join(f"{REASONS[why]} ({number:.0f})" for why, number in dropped.items())
+        shown = ", ".join(f"{reasons[why]} ({number:.0f})" for why, number in dropped.items())
         raise AgreedError(
-            f"generate_on_ranks: {begun - lost:.0f} of {begun:.0f} trajectories are left, expected "
-            f"at least turns.min_share {least:g} of them; for the others: {shown}. The first of "
-            "each kind is named above"
+            f"generate_on_ranks: {begun - lost:.0f} of {begun:.0f} {what}, expected at least "
+            f"{key} {least:g} of them; for the others: {shown}. The first of each kind is named "
+            "above"
         )
+
+
+class Group(NamedTuple):
+    """A complete group.
+
+    Args:
+        samples: that were generated
+        scored: waits for their rewards
+    """
+
+    samples: list[Sample]
+    scored: Wait
 
 
 class Groups:
     """Groups as their trajectories end, until ``keep`` of them are complete."""
 
-    def __init__(self, size: int, keep: int, score: Score | None):
+    def __init__(self, size: int, keep: int, score: Score):
         self.size = size
         self.keep = keep
         self.score = score
         self.begun: defaultdict[int, list[list[Sample]]] = defaultdict(list)
-        self.kept: list[Sample] = []
+        self.kept: list[Group] = []
         self.complete = self.finished = self.dropped = self.tokens = 0
 
     def add(self, event: EngineEvent) -> None:
@@ -101,9 +133,10 @@ class Groups:
             self.close(event.prompt_id)
 
     def close(self, prompt_id: int) -> None:
-        """Score the group of a prompt."""
+        """Begin to score the group of a prompt."""
         group = [sample for trajectory in self.begun.pop(prompt_id) for sample in trajectory]
-        self.kept += self.score(group) if self.score is not None and group else group
+        score = self.score if group else as_they_are
+        self.kept.append(Group(group, score(group)))
         self.complete += 1
 
     def progress(self, seconds: float) -> str:
@@ -115,8 +148,13 @@ class Groups:
         return f"{done}, {groups}, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
 
-def without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
-    """The scored samples, without loss tokens in trajectories that ran out of room."""
+def without_overlong(score: Score, samples: list[Sample]) -> Wait:
+    """Scores samples, without loss tokens in trajectories that ran out of room."""
+    return partial(_without_overlong, score(samples))
+
+
+def _without_overlong(scored: Wait, counts: Counts) -> list[Sample]:
+    samples = scored(counts)
     cut = {s.index for s in samples if s.last and s.finish_reason == "length"}
     return [
         replace(
@@ -126,5 +164,5 @@ def without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
         )
         if sample.index in cut
         else sample
-        for sample in score(samples)
+        for sample in samples
     ]

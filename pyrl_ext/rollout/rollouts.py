@@ -19,8 +19,8 @@ from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate
 from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.evaluation import Evaluation, eval_sampling, eval_sets
-from pyrl_ext.rollout.prompt_groups import Score, without_overlong
-from pyrl_ext.rollout.turns.turn_stats import Environments, turn_metrics
+from pyrl_ext.rollout.prompt_groups import Score, as_they_are, without_overlong
+from pyrl_ext.rollout.turns.turn_stats import Environments, dropped_metrics, recorded
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
@@ -117,11 +117,11 @@ class Rollouts:
             generate = partial(self._generate, sampling)
             rollout, self.dropped = sample_groups(plan, step, self._take, generate, self.show)
             self._warn_of_shortage(step)
-            self.dropped |= turn_metrics(rollout.counts)
+            self.dropped |= dropped_metrics(rollout.counts)
             return rollout
         prompts = self._take(step, plan.prompts_asked)
         rollout = self._generate(sampling, prompts, keep, self.show)
-        self.dropped = turn_metrics(rollout.counts)
+        self.dropped = dropped_metrics(rollout.counts)
         if len(prompts) > keep:
             self.dropped |= {
                 "rollout/aborted_groups": len(prompts) - keep,
@@ -178,7 +178,7 @@ class Rollouts:
         """The samples of ``keep`` complete groups.
 
         Args:
-            min_share: of trajectories that must be left; None: the plan's.
+            min_share: of an environment's trajectories that must be left; None: the plan's.
             reward: that scores them; None: the run's.
         """
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
@@ -211,7 +211,10 @@ class Rollouts:
         keep: int,
         min_share: float | None = None,
     ) -> RolloutRequest:
-        request = RolloutRequest(prompts, sampling, keep)
+        share = self.plan.data.reward_min_share
+        request = RolloutRequest(prompts, sampling, keep, min_share=share)
+        if self.plan.rollout.engine == "recorded" and self.plan.drops_samples:
+            request = replace(request, ask=recorded)
         if self.environments is not None:
             share = self.plan.turns.min_share if min_share is None else min_share
             request = replace(request, ask=self.environments.ask, min_share=share)
@@ -223,7 +226,9 @@ class Rollouts:
         return self._request(prompts, sampling, self.plan.batching.prompts)
 
     def _scorer(self, prompts: Sequence[Prompt], reward: AnyReward | None = None) -> Score:
-        score = list if self.environments else self.source.scorer(list(prompts), reward)
+        score = as_they_are
+        if self.environments is None:
+            score = self.source.scorer(prompts, reward)
         return partial(without_overlong, score) if self.plan.objective.overlong_filter else score
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,13 @@ def test_scorer_has_the_timeout_of_the_plan(tmp_path: Path):
     plan = plan_of(path, "data.reward_timeout=0.2", reward=f"{__name__}:sleeps")
     source = build_source(plan)
     with pytest.raises(RuntimeError, match=r"sleeps\(prompt 3, .* no result after 0.2 s"):
-        source.scorer([Prompt(3, (5,))])([a_sample()])
+        source.scorer([Prompt(3, (5,))])([a_sample()])(defaultdict(float))
 
 
 def test_scorer_decodes_and_fills_in_rewards(tmp_path: Path):
     source = build_source(plan_of(write_lines(tmp_path / "a.jsonl", *RECORDS)))
     digit = source.tokenizer.decode([7])
-    [scored] = source.scorer([Prompt(3, (5,), 4)])([a_sample()])
+    [scored] = source.scorer([Prompt(3, (5,), 4)])([a_sample()])(defaultdict(float))
     assert scored.reward == number_match(Prompt(3, (5,), 4), digit, [7])
 
 

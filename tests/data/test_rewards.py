@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import torch
 
 from pyrl_ext.data import rewards
 from pyrl_ext.data.rewards import (
+    Scorer,
     WorkerReward,
     exact_match,
     load_reward,
     number_match,
-    score,
 )
 from pyrl_ext.samples import Prompt, Sample
 from tests.helpers.deadline import DEADLINE
@@ -69,6 +70,13 @@ def sample(prompt: int, index: int, text: str, reason: str) -> Sample:
 
 def decode(tokens: list[int]) -> str:
     return "".join(map(chr, tokens))
+
+
+def score(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], reward: Any, decode: Any, stop_ids: Any
+) -> list[Sample]:
+    """The samples with their rewards."""
+    return Scorer(prompts, reward, decode, stop_ids)(samples)(defaultdict(float))
 
 
 def test_score_gives_the_text_before_the_stop_token():
@@ -193,9 +201,9 @@ def test_score_gives_what_workers_return(acts: WorkerReward):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("raises", "raised KeyError: 'colour', expected a number"),
+        ("raises", r"raised KeyError: 'colour' \(.*/user_rewards\.py:\d+\), expected a number"),
         ("raises much", r"raised ValueError: (\\ud800){500}\.\.\. \(5,000,000 characters\)"),
-        ("exits", "raised SystemExit, expected a number"),
+        ("exits", r"raised SystemExit \(.*/user_rewards\.py:\d+\), expected a number"),
         ("no number", "returned <unlocked .*, expected a finite number"),
     ],
 )

@@ -20,6 +20,7 @@ from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.async_rollouts import AsyncRollouts
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples
+from pyrl_ext.rollout.prompt_groups import Counts, Wait
 from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -66,9 +67,12 @@ class Run:
         return RolloutRequest(prompts, sampling, KEEP)
 
     def scorer(self, prompts: Sequence[Prompt]) -> Any:
-        def score(group: list[Sample]) -> list[Sample]:
-            self.scored.add(threading.current_thread().name)
-            return group
+        def score(group: list[Sample]) -> Wait:
+            def wait(counts: Counts) -> list[Sample]:
+                self.scored.add(threading.current_thread().name)
+                return group
+
+            return wait
 
         return score
 

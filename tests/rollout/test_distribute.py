@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.data.rewards import WorkerReward, score
+from pyrl_ext.data.rewards import Scorer, WorkerReward
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.rollout.prompt_groups import Counts, Wait, as_they_are
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import assert_same, random_sample
 from tests.helpers.ranks import run_ranks
@@ -71,6 +72,10 @@ def scored(samples: list[Sample]) -> list[Sample]:
     return [dataclasses.replace(s, reward=float(s.prompt_id)) for s in samples]
 
 
+def scores(samples: list[Sample]) -> Wait:
+    return as_they_are(scored(samples))
+
+
 PAIRS = Sampling(4, samples_per_prompt=2)
 
 
@@ -88,7 +93,7 @@ def asked(
 
 def test_generate_on_ranks_runs_in_one_process():
     lines: list[str] = []
-    got = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
+    got = generate_on_ranks(Seeded(step=5), asked(range(5)), scores, show=lines.append)
     assert_same(got.samples, expected(*range(5)))
     assert got.index.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert got.counts["discarded"] == 0 and len(lines) == 10
@@ -105,9 +110,9 @@ def test_generate_on_ranks_keeps_the_groups_that_are_complete_first(keep: int):
     engine = Seeded(step=5)
     judged = []
 
-    def judge(group: list[Sample]) -> list[Sample]:
+    def judge(group: list[Sample]) -> Wait:
         judged.append([(s.prompt_id, s.index) for s in group])
-        return scored(group)
+        return scores(group)
 
     rollout = generate_on_ranks(engine, asked(ids, keep), judge)
     got = rollout.samples
@@ -126,8 +131,41 @@ def test_generate_on_ranks_closes_the_stream_when_a_reward_fails():
     assert engine.open == 0 and engine.given == 2
 
 
-def judge_fails(samples: list[Sample]) -> list[Sample]:
+def judge_fails(samples: list[Sample]) -> Wait:
     raise ZeroDivisionError(f"{len(samples)} samples")
+
+
+def test_generate_on_ranks_waits_for_rewards_after_the_last_response():
+    """Every group begins to be scored when it is complete; they are waited for in this order."""
+    engine = Seeded(step=5)
+    begun = list[int]()
+    waited = list[int]()
+
+    def judge(group: list[Sample]) -> Wait:
+        begun.append(engine.given)
+
+        def wait(counts: Counts) -> list[Sample]:
+            assert engine.given == 10 and len(begun) == 5
+            waited.append(group[0].prompt_id)
+            counts["responses"] += 2
+            counts["dropped/error"] += 1
+            return scored(group[:1])
+
+        return wait
+
+    request = dataclasses.replace(asked(range(5)), min_share=0.5)
+    got = generate_on_ranks(engine, request, judge)
+    order = sorted(range(5), key=lambda i: i * 5 % 11)
+    assert waited == order and begun[0] < 10
+    assert [s.prompt_id for s in got.samples] == [*range(5)]
+    assert got.counts["responses"] == 10 and got.counts["dropped/error"] == 5
+    message = (
+        "5 of 10 responses have a reward, expected at least data.reward_min_share 0.6 of them; for "
+        r"the others: the reward function raised an error \(5\). The first of each kind is named"
+    )
+    begun.clear()
+    with pytest.raises(RuntimeError, match=message):
+        generate_on_ranks(engine, dataclasses.replace(request, min_share=0.6), judge)
 
 
 def whole(rollout: RolloutSamples, group: dist.ProcessGroup) -> list[Sample]:
@@ -150,23 +188,23 @@ def over_ranks(group: dist.ProcessGroup) -> None:
     ranks = group.size()
     everything = asked(range(7))
     engine = Seeded()
-    got = generate_on_ranks(engine, everything, scored, group)
+    got = generate_on_ranks(engine, everything, scores, group)
     assert engine.asked == len(range(rank, 7, ranks))
     assert_same(got.samples, expected(*range(rank, 7, ranks)))
     assert got.index.owners.tolist() == [i % ranks for i in range(7) for _ in range(2)]
     assert_same(whole(got, group), expected(*range(7)))
-    few = generate_on_ranks(engine, asked([0]), scored, group)
+    few = generate_on_ranks(engine, asked([0]), scores, group)
     assert_same(whole(few, group), expected(0))
     message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
     with pytest.raises(RuntimeError, match=message):
-        generate_on_ranks(Seeded(rank == 1), everything, scored, group)
+        generate_on_ranks(Seeded(rank == 1), everything, scores, group)
     with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
-        generate_on_ranks(engine, everything, scored if rank < 2 else judge_fails, group)
+        generate_on_ranks(engine, everything, scores if rank < 2 else judge_fails, group)
     with pytest.raises(RuntimeError, match=r"ranks \[2\] got other prompts"):
         generate_on_ranks(engine, asked(range(7 if rank < 2 else 6)), None, group)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] got other prompts"):
         generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
-    assert_same(generate_on_ranks(engine, everything, scored, group).samples, got.samples)
+    assert_same(generate_on_ranks(engine, everything, scores, group).samples, got.samples)
     own_quotas(group)
     components(group)
 
@@ -174,13 +212,13 @@ def over_ranks(group: dist.ProcessGroup) -> None:
 def components(group: dist.ProcessGroup) -> None:
     """Every rank knows all components, and fails where a sample of one rank lacks one."""
 
-    def in_parts(samples: list[Sample], lacks: int = -1) -> list[Sample]:
+    def in_parts(samples: list[Sample], lacks: int = -1) -> Wait:
         parts = [{"even": 1.0 - s.prompt_id % 2, "place": float(s.index)} for s in samples]
         for sample, each in zip(samples, parts, strict=True):
             if (sample.prompt_id, sample.index) == (lacks, 1):
                 del each["even"]
         pairs = zip(scored(samples), parts, strict=True)
-        return [dataclasses.replace(s, components=each) for s, each in pairs]
+        return as_they_are([dataclasses.replace(s, components=each) for s, each in pairs])
 
     stats = generate_on_ranks(Seeded(), asked(range(7)), in_parts, group).index.stats()
     assert stats["reward/even"] == pytest.approx(4 / 7) and stats["reward/place"] == 0.5
@@ -200,11 +238,11 @@ def own_quotas(group: dist.ProcessGroup) -> None:
     for slow in range(ranks):
         engine = Seeded(step=5)
         time.sleep(0.2 * (rank == slow))
-        got = generate_on_ranks(engine, asked(range(10), 7), scored, group)
+        got = generate_on_ranks(engine, asked(range(10), 7), scores, group)
         assert_same(whole(got, group), expected(*sorted(kept)))
         assert got.counts["discarded"] > 0 and engine.open == 0
     # two have no quota
-    got = generate_on_ranks(Seeded(step=5), asked(range(4), 1), scored, group)
+    got = generate_on_ranks(Seeded(step=5), asked(range(4), 1), scores, group)
     assert_same(whole(got, group), expected(0))
 
 
@@ -248,7 +286,7 @@ class Held:
         request = asked(range(7), 5)
         return generate_on_ranks(engine, request, judge, self.group, ENGINES, holders=self.holders)
 
-    def fails(self, message: str, engine: Seeded | None = None, judge: Any = scored) -> None:
+    def fails(self, message: str, engine: Seeded | None = None, judge: Any = scores) -> None:
         """On every rank, after which no stream is open."""
         engine = engine or Collective(self.holders)
         with pytest.raises(RuntimeError, match=message):
@@ -256,11 +294,11 @@ class Held:
         assert engine.open == 0
 
 
-def judge_sleeps(samples: list[Sample]) -> list[Sample]:
+def judge_sleeps(samples: list[Sample]) -> Wait:
     """A reward that is over its time limit."""
     prompts = [Prompt(i, (1,)) for i in range(7)]
     with closing(WorkerReward("tests.helpers.user_rewards:sleeps", 0.2)) as reward:
-        return score(samples, prompts, reward, str, ())
+        return as_they_are(Scorer(prompts, reward, str, ())(samples)(Counts()))
 
 
 def failures_of_one_holder(group: dist.ProcessGroup) -> list[int]:
@@ -268,17 +306,17 @@ def failures_of_one_holder(group: dist.ProcessGroup) -> list[int]:
     held = Held(group)
     judged = list[int]()
 
-    def judge(samples: list[Sample]) -> list[Sample]:
+    def judge(samples: list[Sample]) -> Wait:
         judged.append(samples[0].prompt_id)
-        return scored(samples)
+        return scores(samples)
 
     got = held.generate(Collective(held.holders), judge)
     kept = sorted({*got.index.groups.tolist()})
     assert_same(whole(got, group), expected(*kept))
     assert {*got.index.owners.tolist()} == {0, 2}
     for rank in range(4):
-        failing = judge_fails if rank == held.rank else scored
-        late = judge_sleeps if rank == held.rank else scored
+        failing = judge_fails if rank == held.rank else scores
+        late = judge_sleeps if rank == held.rank else scores
         if rank in (1, 3):  # the first rank of the engine scores
             again = held.generate(Collective(held.holders), failing)
             assert_same(whole(again, group), expected(*kept))

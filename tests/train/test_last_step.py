@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -44,6 +45,9 @@ CALM_REWARD = "data.reward=pyrl_ext.data.rewards:number_match"
 KEPT = "the weights after step {} are kept: the same command resumes from {}/checkpoints/step-{}\n"
 
 
+calls = 0  # of `scarce_reward`, in this process
+
+
 def fails_now() -> bool:
     """True for one call of all processes, in the step that fails."""
     folder = Path(os.environ["FAILS_IN"])
@@ -61,6 +65,16 @@ def flaky_reward(prompt: object, text: str, tokens: list[int]) -> float:
     if fails_now():
         raise KeyError("colour")
     return sum(letter.isdigit() for letter in text) / (1 + len(text))
+
+
+def scarce_reward(prompt: object, text: str, tokens: list[int]) -> float:
+    """One call in four fails, and from the failing step on all of them."""
+    global calls
+    calls += 1
+    step = len(read_rows(Path(os.environ["FAILS_IN"]) / "metrics.jsonl"))
+    if calls % 4 == 0 or step >= int(os.environ["FAILS_AT"]):
+        raise KeyError("colour")
+    return float(calls % 3)
 
 
 def flaky_loss(logprobs, entropy, inputs, config):
@@ -129,7 +143,8 @@ def test_train_goes_on_from_the_step_in_which_a_reward_failed(tmp_path: Path, ra
     failed = Command(tmp_path / "failed", ranks=ranks)
     code, error = failed.run()
     assert code == 1, error
-    assert error.count("raised KeyError: 'colour', expected a number\n") == 1, error
+    raised = r"raised KeyError: 'colour' \(.*/test_last_step\.py:\d+\), expected a number\n"
+    assert len(re.findall(raised, error)) == 1, error
     assert KEPT.format(FAILS, failed.folder, FAILS) in error
     assert failed.checkpoints == [f"step-{FAILS}"]
     assert "flaky_reward" in (failed.folder / "error.txt").read_text()
@@ -137,6 +152,28 @@ def test_train_goes_on_from_the_step_in_which_a_reward_failed(tmp_path: Path, ra
     code, error = failed.run()  # the reward is fixed
     assert code == 0, error
     assert_same(failed.folder, whole.folder)
+
+
+def test_train_goes_on_without_some_responses_and_stops_without_many(tmp_path: Path):
+    reward = f"data.reward={__name__}:scarce_reward"
+    options = (reward, "data.reward_min_share=0.75")
+    short = Command(tmp_path / "run", *options, ranks=2)
+    code, error = short.run()
+    assert code == 1, error
+    rows = read_rows(short.folder / "metrics.jsonl")
+    samples = tiny_plan(*COMMON).samples
+    dropped = [(row["scoring/dropped"], row["scoring/dropped/error"]) for row in rows]
+    assert dropped == [(samples / 4, samples / 4)] * FAILS
+    assert all(row["scoring/calls_per_second"] > 0 for row in rows)
+    named = r"scarce_reward\(prompt .*\): raised KeyError: 'colour' \(.*; the response is dropped\n"
+    assert len(re.findall(named, error)) == 2, error  # a rank each
+    few = f"0 of {samples} responses have a reward, expected at least data.reward_min_share 0.75"
+    assert few in error and KEPT.format(FAILS, short.folder, FAILS) in error
+    assert short.checkpoints == [f"step-{FAILS}"]
+    short.environment["FAILS_AT"] = str(STEPS)  # the reward is fixed
+    code, error = short.run()
+    assert code == 0, error
+    assert len(read_rows(short.folder / "metrics.jsonl")) == STEPS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

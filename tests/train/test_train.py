@@ -379,7 +379,7 @@ def not_a_number(prompt, text, tokens):
         ),
         (
             (*FILE, f"data.reward={__name__}:exits"),
-            "raised SystemExit, expected a number",
+            "raised SystemExit (",
         ),
         (
             (f"objective.loss={__name__}:gradients_off",),

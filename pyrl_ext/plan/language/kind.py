@@ -24,7 +24,8 @@ WITH_ROLLOUTS = _keys(
     "evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward evaluate.sets "
     "batching.prompts batching.samples_per_prompt "
     "data.task data.task_options data.prompts data.subset data.split data.eval_split data.columns "
-    "data.chat data.system_prompt data.reward data.reward_timeout data.eval_prompts "
+    "data.chat data.system_prompt data.reward data.reward_timeout data.reward_workers "
+    "data.reward_concurrency data.reward_retries data.reward_min_share data.eval_prompts "
     "data.max_prompt_tokens lora.publish"
 ) + tuple(("objective", name) for name in PARTS)
 WITHOUT_ROLLOUTS = _keys("data.path data.max_tokens data.truncate data.held_out batching.samples")

@@ -107,11 +107,28 @@ def built_in_tasks_are_no_chat(plan: Plan) -> Found:
         return f"true with data.task {plan.data.task}, expected false; its prompts are symbols"
 
 
+def _calls_a_worker(plan: Plan) -> bool:
+    """True if responses are scored by a function that is not one of this package's tasks."""
+    task = plan.data.task
+    return plan.data.reward is not None or (task is not None and is_gym_task(task))
+
+
 @rule("data.reward_timeout")
 def a_timeout_has_a_reward_function(plan: Plan) -> Found:
     timeout = plan.data.reward_timeout
-    if timeout is not None and plan.data.reward is None:
+    if timeout is not None and not _calls_a_worker(plan):
         return f"{timeout:g} without data.reward, expected null; built-in rewards always return"
+
+
+@rule("data")
+def limits_of_calls_have_a_reward_function(plan: Plan) -> Found:
+    if _calls_a_worker(plan):
+        return
+    for key in ("reward_workers", "reward_concurrency", "reward_retries", "reward_min_share"):
+        value = getattr(plan.data, key)
+        usual = type(plan.data).model_fields[key].default
+        if value != usual:
+            yield key, f"{value:g} without data.reward, expected {usual:g}"
 
 
 @rule("data")

@@ -222,6 +222,15 @@ class Optimizer(Section):
     """reduce gradients over the dp ranks while the last backward pass still runs"""
 
 
+REWARD_REASONS = {
+    "error": "the reward function raised an error",
+    "timeout": "a call exceeded data.reward_timeout",
+    "lost": "its worker process ended",
+    "reward": "it returned something other than finite numbers",
+}
+"""Why a response has no reward, by the word that metrics use."""
+
+
 class Data(Section):
     """Prompts and rewards: a built-in task, or a file and a function; or records of tokens."""
 
@@ -248,7 +257,16 @@ class Data(Section):
     reward: Reward | None = None
     """module:function that scores a response, or exact_match, number_match or math_verify"""
     reward_timeout: Rate | None = None
-    """longest time that the reward of one response may take [seconds]; null: no limit"""
+    """longest time that a call of the reward function may take [seconds]; null: no limit"""
+    reward_workers: Positive = 1
+    """most worker processes of the reward function, on each rank that scores"""
+    reward_concurrency: Positive = 64
+    """calls that a worker runs at the same time if the reward function is async def"""
+    reward_retries: Count = 0
+    """calls that are made again at once for a response whose call failed"""
+    reward_min_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of a step's responses that must have a reward; others are dropped and counted; with
+    fewer the step fails; 1: every failure ends the run"""
     eval_prompts: Folder | None = None
     """held-out prompts, a file, folder or dataset like data.prompts; null: every eighth of those"""
     max_prompt_tokens: Count = 0

@@ -92,11 +92,28 @@ def recorded(
             yield EngineEvent(prompt_id, sum(map(sampled_tokens, samples)), samples)
 
 
-def turn_metrics(counts: Counts) -> dict[str, float]:
-    """Metrics of a rollout with an environment, from its counts."""
-    if not (begun := counts["begun"]):
-        return {}
+def dropped_metrics(counts: Counts) -> dict[str, float]:
+    """Metrics of a rollout with an environment, or with a reward function in workers, from its
+    counts."""
     dropped = {name: value for name, value in counts.items() if name.startswith("dropped/")}
+    if counts["begun"]:
+        return _turn_metrics(counts, dropped)
+    return _scoring_metrics(counts, dropped) if counts["responses"] else {}
+
+
+def _scoring_metrics(counts: Counts, dropped: dict[str, float]) -> dict[str, float]:
+    calls = counts["responses"] + counts["reward_retries"]
+    return {
+        "scoring/calls_per_second": calls / max(counts["max_reward_busy"], 1e-9),
+        "scoring/call_seconds": counts["reward_seconds"] / max(counts["reward_results"], 1),
+        "scoring/wait_seconds": counts["max_reward_wait"],
+        "scoring/retries": counts["reward_retries"],
+        "scoring/dropped": sum(dropped.values()),
+    } | {f"scoring/{name}": value for name, value in dropped.items()}
+
+
+def _turn_metrics(counts: Counts, dropped: dict[str, float]) -> dict[str, float]:
+    begun = counts["begun"]
     left = begun - sum(dropped.values())
     return {
         "turns/mean": counts["turns"] / max(left, 1),

@@ -13,6 +13,8 @@ from pyrl_ext.tools.report.state import Folder, last_line
 
 # metrics that count what should be rare
 COUNTED = (
+    "scoring/dropped",
+    "scoring/retries",
     "turns/dropped",
     "turns/close_failed",
     "turns/retries",

@@ -104,13 +104,15 @@ Rows = dict[str, list[tuple[int, bool, float]]]
 
 
 def time_bars(folders: Sequence[Folder]) -> tuple[list[Bars], list[str]]:
-    """Mean seconds of a step by phase, and sentences about estimates."""
+    """Mean seconds of a step by phase, and sentences about rewards and estimates."""
     rows: Rows = {name: [] for name in (*PHASES, "other")}
     remarks: dict[str, None] = {}
     for run, folder in enumerate(folders):
         for name, seconds in phase_seconds(folder.run).items():
             if seconds > 0:
                 rows[name].append((run, False, seconds / max(1, folder.step)))
+        if (scoring := _scoring(folder)) is not None:
+            remarks[f"{folder.run.name}: {scoring}"] = None
         if folder.plan is None:
             continue
         estimate = step_time(folder.plan)
@@ -122,6 +124,22 @@ def time_bars(folders: Sequence[Folder]) -> tuple[list[Bars], list[str]]:
                 rows[f"time/{phase}"].append((run, True, estimate.seconds(phase)))
         remarks[f"{folder.run.name}: estimates were {estimate.error}."] = None
     return _scaled(rows, duration), [*remarks]
+
+
+def _scoring(folder: Folder) -> str | None:
+    """A sentence about the calls of a reward function in workers; None: the run has none."""
+    values = {
+        name: folder.finite(f"scoring/{name}")[1]
+        for name in ("calls_per_second", "call_seconds", "wait_seconds", "retries", "dropped")
+    }
+    if not len(values["calls_per_second"]):
+        return None
+    return (
+        f"the reward function took {duration(values['call_seconds'].mean())} a call, at "
+        f"{values['calls_per_second'].mean():,.3g} calls/s; a step waited "
+        f"{duration(values['wait_seconds'].mean())} for rewards; {values['retries'].sum():,.0f} "
+        f"calls were made again, {values['dropped'].sum():,.0f} responses dropped."
+    )
 
 
 def memory_bars(folders: Sequence[Folder]) -> list[Bars]:

@@ -12,7 +12,7 @@ import pytest
 
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.recorded import RecordedEngine, save_samples
-from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metrics
+from pyrl_ext.rollout.turns.turn_stats import conversations, dropped_metrics, recorded
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers.conversations import EOS, carrying, config, three_then_stop
 from tests.helpers.engines import assert_same
@@ -43,7 +43,7 @@ def test_generate_on_ranks_goes_on_without_dropped_trajectories():
     assert rollout.index.groups.tolist() == [0, 0, 2, 2]
     assert rollout.counts["dropped/error"] == rollout.counts["dropped/turns"] == 2
     assert "8 trajectories, 4 of them dropped, 4 of 4 groups" in shown[-1]
-    metrics = turn_metrics(rollout.counts)
+    metrics = dropped_metrics(rollout.counts)
     assert metrics["turns/dropped"] == 4 and metrics["turns/dropped/error"] == 2
     assert metrics["turns/mean"] == metrics["turns/max"] == 2
 
