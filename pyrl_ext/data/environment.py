@@ -118,7 +118,7 @@ class EnvironmentHost:
     """
 
     about = None
-    at_once = None
+    at_once: int | None = None
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make

@@ -6,7 +6,7 @@ from typing import Any
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 
-MEASURED = ("time/", "tokens_per_s", "memory/peak")
+MEASURED = ("time/", "tokens_per_s", "memory/peak", "scoring/call", "scoring/wait_seconds")
 """Names of metrics that the machine decides, too, begin so."""
 
 

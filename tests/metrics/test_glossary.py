@@ -13,6 +13,7 @@ from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
+from pyrl_ext.plan.schema import REWARD_REASONS
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train.loop import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
@@ -81,8 +82,8 @@ def test_lookup_knows_the_names_of_earlier_versions():
 
 
 def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
-    """Two steps of runs with all that logs a metric: of fine-tuning, and of merged adapters in an
-    environment."""
+    """Two steps of runs with all that logs a metric: with a reward in a worker, of fine-tuning, and
+    of merged adapters in an environment."""
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 2)
     reward = "pyrl_ext.data.rewards:number_match"
     config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
@@ -94,6 +95,10 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         f"run={tmp_path / 'run'}",
         *QUICK,
         "steps=2",
+        "data.task=null",
+        "data.task_options={}",
+        "data.prompts=data/arithmetic.jsonl",
+        "data.reward=tests.helpers.user_rewards:number_match",
         "evaluate.every=1",
         "checkpoint.every=1",
         "rollout.oversample=1.75",
@@ -133,6 +138,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged
+    logged |= {f"scoring/dropped/{reason}" for reason in REWARD_REASONS}
     for each in (plan, sft, turns):
         with topology.start(each) as topo, heartbeats(topo) as heartbeat:
             assert train(each, topo, heartbeat)
