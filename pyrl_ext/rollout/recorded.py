@@ -102,35 +102,47 @@ def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | Non
         raise OSError(str(error)) from error
 
 
-def load_samples(path: str | Path) -> list[Sample]:
+def load_samples(path: str | Path, rows: Collection[int] | None = None) -> list[Sample]:
     """Read the samples that `save_samples` wrote.
+
+    Args:
+        path: the file
+        rows: numbers of the samples to read, in order; of the others only the index is read.
+            None: all
 
     Raises: ValueError for another file, a cut one, or inconsistent samples.
     """
     index = read_index(Path(path))
-    tensors = load_file(path)
     entries: list[dict[str, Any]] = index["samples"]
-    ids = tensors.pop(_KEPT, None)
-    sizes = [entry.pop("size") for entry in entries]
-    kept = [entry.pop("kept") for entry in entries]
-    parts = {name: t.split(sizes) for name, t in tensors.items() if name != "patches"}
+    ends = np.cumsum([entry.pop("size") for entry in entries]).tolist()
+    kept_ends = np.cumsum([entry.pop("kept") for entry in entries]).tolist()
     grids = [tuple(grid) for grid in index["grids"]]
-    patches: list[Any] = []
-    if grids:
-        patches += tensors["patches"].split([int(np.prod(grid)) for grid in grids])
-    kept_ids = None if ids is None else ids.split(kept)
+    patch_ends = np.cumsum([int(np.prod(grid)) for grid in grids]).tolist()
+    pictures: dict[int, Tensor] = {}  # samples of a group share them
     samples: list[Sample] = []
-    for row, entry in enumerate(entries):
-        images = [Image(row, rows, grids[n], patches[n]) for n, row, rows in entry["images"]]
-        entry["images"] = tuple(images)
-        entry["layer_ids"] = tuple(index["layer_ids"])
-        entry["spans"] = tuple(map(tuple, entry["spans"]))
-        entry["version_spans"] = tuple(map(tuple, entry["version_spans"]))
-        entry |= {name: part[row].clone() for name, part in parts.items()}
-        entry[_KEPT] = None if kept_ids is None else kept_ids[row].clone()
-        entry.setdefault("routes", None)
-        samples.append(Sample(**entry).check())
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        for row in range(len(entries)) if rows is None else rows:
+            entry = entries[row]
+            images: list[Image] = []
+            for number, first, count in entry["images"]:
+                if number not in pictures:
+                    pictures[number] = _part(slices["patches"], patch_ends, number)
+                images.append(Image(first, count, grids[number], pictures[number]))
+            entry["images"] = tuple(images)
+            entry["layer_ids"] = tuple(index["layer_ids"])
+            entry["spans"] = tuple(map(tuple, entry["spans"]))
+            entry["version_spans"] = tuple(map(tuple, entry["version_spans"]))
+            for name in TENSORS:
+                entry[name] = _part(slices[name], ends, row) if name in slices else None
+            entry[_KEPT] = _part(slices[_KEPT], kept_ends, row) if _KEPT in slices else None
+            samples.append(Sample(**entry).check())
     return samples
+
+
+def _part(values: Any, ends: Sequence[int], number: int) -> Tensor:
+    """One of the consecutive parts of a tensor in a file, which end at ``ends``."""
+    return values[ends[number - 1] if number else 0 : ends[number]]
 
 
 def read_index(path: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def test_load_samples_inverts_save_samples(tmp_path: Path, samples: list[Sample]
     save_samples(path, samples)
     loaded = load_samples(path)
     assert_same(loaded, samples)
+    assert_same(load_samples(path, [len(samples) - 1]), samples[-1:])
     assert [p.name for p in path.parent.iterdir()] == ["batch.safetensors"]
     assert RecordedEngine(path).capabilities.sampling_mask == (samples[0].kept_ids is not None)
     small = {i.patches.data_ptr() for s in loaded for i in s.images if len(i.patches) < 8}
