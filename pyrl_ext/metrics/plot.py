@@ -1,5 +1,5 @@
-"""The picture of a run: the reward and, below it, the mismatch of rollout engine and trainer;
-without rollouts the loss and the gradient norm."""
+"""The picture of a run: reward, length of responses, entropy, and the mismatch of rollout engine
+and trainer; without rollouts the loss and the gradient norm."""
 
 from __future__ import annotations
 
@@ -65,16 +65,19 @@ def plot(runs: Sequence[RunHistory], path: str | Path) -> None:
         figure = Figure(figsize=(10.24, 7.68), dpi=125)
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
         FigureCanvasAgg(figure)
-        top, bottom = figure.subplots(2, 1, sharex=True)
         if any(aim(run) == "reward" for run in runs):
-            _draw_curve(top, runs, "reward", "mean reward of a sample", "prompts")
-            _draw_mismatch(bottom, runs)
-            bottom.set_xlabel("rollout step")
+            panels = figure.subplots(2, 2, sharex=True).ravel()
+            _draw_curve(panels[0], runs, "reward", "mean reward of a sample", "prompts")
+            _draw_mean(panels[1], runs, "rollout/response_len", "Response length", "tokens")
+            _draw_mean(panels[2], runs, "policy/entropy", "Entropy of the policy", "nats")
+            _draw_mismatch(panels[3], runs)
         else:
-            _draw_curve(top, runs, "loss", "nats a loss token", "records")
-            _draw_norm(bottom, runs)
-            bottom.set_xlabel("step")
-        bottom.xaxis.get_major_locator().set_params(integer=True)
+            panels = figure.subplots(2, 1, sharex=True)
+            _draw_curve(panels[0], runs, "loss", "nats a loss token", "records")
+            _draw_mean(panels[1], runs, "grad_norm", "Gradient norm", "L2 norm, before clipping")
+        for panel in panels[-(len(panels) // 2) :]:
+            panel.set_xlabel("step")
+            panel.xaxis.get_major_locator().set_params(integer=True)
         figure.savefig(path)
 
 
@@ -82,13 +85,8 @@ def _draw_curve(
     axes: Axes, runs: Sequence[RunHistory], name: str, unit: str, held_out: str
 ) -> None:
     """The metric ``name`` in training, and of what is held out."""
-    window = 1
+    window = _draw_training(axes, runs, name)
     for run, colour in _coloured(runs):
-        steps, values = run.series(name)
-        if len(values):
-            window = 2 * (len(values) // 50) + 1
-            axes.plot(steps, values, color=colour, linewidth=1, alpha=0.35)
-            axes.plot(steps, _running_mean(values, window), color=colour)
         steps, evaluated = run.series(f"eval_{name}")
         own = COLOURS[1] if len(runs) == 1 else _darker(colour)
         axes.plot(steps, evaluated, color=own, **HELD_OUT)
@@ -98,17 +96,29 @@ def _draw_curve(
     _head(axes, name.capitalize(), runs, keys)
 
 
-def _draw_norm(axes: Axes, runs: Sequence[RunHistory]) -> None:
+def _draw_mean(axes: Axes, runs: Sequence[RunHistory], name: str, title: str, unit: str) -> None:
+    """The metric ``name`` in training."""
+    _draw_training(axes, runs, name)
+    axes.set_ylabel(unit)
+    axes.set_title(title, pad=8)
+
+
+def _draw_training(axes: Axes, runs: Sequence[RunHistory], name: str) -> int:
+    """Every step, pale, and the mean of some steps. Returns: their number."""
+    window = 1
     for run, colour in _coloured(runs):
-        axes.plot(*run.series("grad_norm"), color=colour)
-    axes.set_ylabel("L2 norm, before clipping")
-    _head(axes, "Gradient norm", runs, [("training", {})])
+        steps, values = run.series(name)
+        if len(values):
+            window = 2 * (len(values) // 50) + 1
+            axes.plot(steps, values, color=colour, linewidth=1, alpha=0.35)
+            axes.plot(steps, _running_mean(values, window), color=colour)
+    return window
 
 
 def _draw_mismatch(axes: Axes, runs: Sequence[RunHistory]) -> None:
     solid = {"linestyle": "-"}
     dashed = {"linestyle": "--"}
-    keys: list[Key] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
+    keys: list[Key] = [("mean |difference|", solid), ("k3, estimate of KL", dashed)]
     positive = False
     crosses = 0
     for run, colour in _coloured(runs):
@@ -126,7 +136,7 @@ def _draw_mismatch(axes: Axes, runs: Sequence[RunHistory]) -> None:
     axes.set_ylabel("nats, log scale" if positive else "nats")
     if crosses:
         keys.append(("not finite", {"linestyle": "", "marker": "x"}))
-    _head(axes, "Rollout engine against trainer, before the update", runs, keys)
+    _head(axes, "Log-probs, engine and trainer", runs, keys, names=False)
 
 
 def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
@@ -136,8 +146,10 @@ def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
     axes.plot(steps, heights, color=colour, linestyle="", marker="x", transform=transform)
 
 
-def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[Key]) -> None:
-    """The title, and below it a legend of line styles and, for several runs, of colours."""
+def _head(
+    axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[Key], names: bool = True
+) -> None:
+    """The title, and below it a legend of line styles and, with ``names``, of several runs."""
     from matplotlib.lines import Line2D
 
     several = len(runs) > 1
@@ -145,11 +157,10 @@ def _head(axes: Axes, title: str, runs: Sequence[RunHistory], keys: list[Key]) -
         Line2D([], [], color="#6B6B6B" if several else COLOURS[min(n, 1)], label=label, **style)
         for n, (label, style) in enumerate(keys)
     ]
-    if several:
-        names = [Line2D([], [], color=c, linewidth=5, label=run.name) for run, c in _coloured(runs)]
-        handles = names + handles
-    long = sum(len(str(handle.get_label())) for handle in handles) > 80
-    columns = min(3 if long else 5, len(handles))
+    if several and names:
+        for run, colour in reversed(_coloured(runs)):
+            handles.insert(0, Line2D([], [], color=colour, linewidth=5, label=run.name))
+    columns = 2
     axes.set_title(title, pad=8 + 18 * -(-len(handles) // columns))
     place: dict[str, Any] = {
         "loc": "lower left",
