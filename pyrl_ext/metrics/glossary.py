@@ -27,6 +27,11 @@ _K3 = "http://joschu.net/blog/kl-approx.html"
 _VERL = "verl documentation, rollout correction"
 _DISAGREE = "trainer and engine disagree"
 
+SYMBOLS = (
+    "d = old - rollout is a token's log-prob by the trainer before the update (old) minus the "
+    "engine's (rollout), and r = exp(d)."
+)
+
 _METRICS = (
     # the run
     Metric("step", "1", "Rollout steps finished before this one, from 0."),
@@ -340,6 +345,14 @@ def lookup(name: str) -> Metric | None:
 def described(name: str) -> Metric:
     """The metric called ``name``; one without words and levels if the glossary has none."""
     return lookup(name) or Metric(name, "1", "")
+
+
+def explained(name: str) -> str:
+    """The definition of a metric, and of the symbols in it."""
+    definition = described(name).definition
+    if re.search(r"\b(d|r|old|rollout)\b", definition) and name.startswith("mismatch/"):
+        return f"{definition} {SYMBOLS}"
+    return definition
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
 from pyrl_ext.metrics.sinks import JsonlSink
+from pyrl_ext.rollout.recorded import save_samples
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
 from tests.helpers import browser
+from tests.helpers.samples import make_samples
+from tests.helpers.tiny import QUICK, tiny_plan
 
 
 def write_history(folder: Path, steps: int, layers: int = 4, **more: float) -> Path:
@@ -28,6 +36,34 @@ def write_history(folder: Path, steps: int, layers: int = 4, **more: float) -> P
             row["eval_reward"] = step / steps / 2
         sink.write(row | {"tokens_per_s": 2000 + 10 * wave} | more)
     sink.close()
+    return folder
+
+
+def write_recorded(folder: Path, steps: int, settings: Sequence[str] = ()) -> Path:
+    """A run folder with metrics, and 6 recorded samples of each step, whose rewards are 0 to 5 and
+    have two parts, and of the set "sums" after the last step; a token is a piece of hostile HTML.
+
+    Args:
+        folder: to make
+        steps: number of steps
+        settings: overrides of the plan
+    """
+    write_history(folder, steps)
+    words = {f"<script>{n}&amp;</script>\u202e\u0634": n for n in range(99)}
+    Tokenizer(WordLevel(words)).save(str(folder / "tokenizer.json"))
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (folder / "tokenizer_config.json").write_text(config)
+    plan = tiny_plan(*QUICK, "rollout.record=kept", *settings)
+    text = json.loads(plan.to_json())
+    text["model"]["tokenizer"] = str(folder)
+    (folder / "plan.json").write_text(json.dumps(text))
+    samples = make_samples(3, 2, num_experts=plan.sizes.num_experts)
+    for n, sample in enumerate(samples):
+        parts = {"right": n / 2, "short": n / 2}
+        samples[n] = replace(sample, reward=float(n), components=parts)
+    for step in range(steps):
+        save_samples(folder / f"kept/step-{step:06d}.safetensors", samples, step)
+    save_samples(folder / f"kept/eval/sums/step-{steps:06d}.safetensors", samples[:4], steps)
     return folder
 
 

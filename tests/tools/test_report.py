@@ -18,22 +18,20 @@ import pytest
 import torch
 from markupsafe import escape
 from safetensors.torch import save, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from pyrl_ext.metrics.history import columns
 from pyrl_ext.metrics.sinks import JsonlSink
-from pyrl_ext.rollout.recorded import save_samples
+from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.curves import POINTS, charts, grouped, thinned
 from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.page import memory_bars, report_page, time_bars
-from pyrl_ext.tools.report.recorded import recorded, visible
+from pyrl_ext.tools.report.recorded import HEAD, TAIL, recorded, shares, visible
 from pyrl_ext.tools.report.state import Folder, folders
 from tests.helpers import browser
 from tests.helpers.plan_pages import checked, words_of
-from tests.helpers.run_pages import data_of, opened, page_of, write_history
-from tests.helpers.samples import make_samples
+from tests.helpers.run_pages import data_of, opened, page_of, write_history, write_recorded
+from tests.helpers.samples import make_sample
 from tests.helpers.tiny import QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -131,7 +129,7 @@ def test_page_loads_nothing_and_is_well_formed(tmp_path: Path):
     elements = checked(page).elements
     assert not {tag for tag, _ in elements} & {"link", "img", "iframe", "object", "embed", "base"}
     assert not any({"src", "href", "action"} & attributes.keys() for _, attributes in elements)
-    assert not re.search(r"https?:|@import|url\((?!#hatch)", page)
+    assert not re.search(r"https?:|@import|url\((?!#clip-)", page)
 
 
 HOSTILE = "</script><script>x&y</script>\u202e<b>\u2028"
@@ -295,23 +293,15 @@ def test_phases_and_events_are_those_of_the_metrics(tmp_path: Path):
     assert found[3] == (5, "checkpoint", "whole")
 
 
-def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
-    path = write_history(tmp_path / "a", 3)
-    plan = tiny_plan(*QUICK, "rollout.record=kept")
-    words = {f"<script>{n}&amp;</script>\u202e\u0634": n for n in range(99)}
-    Tokenizer(WordLevel(words)).save(str(tmp_path / "tokenizer.json"))
-    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    text = json.loads(plan.to_json())
-    text["model"]["tokenizer"] = str(tmp_path)
-    (path / "plan.json").write_text(json.dumps(text))
-    experts = plan.sizes.num_experts
-    samples = make_samples(3, 2, num_experts=experts)
-    samples = [replace(each, reward=float(n)) for n, each in enumerate(samples)]
-    (path / "kept").mkdir()
-    save_samples(path / "kept/step-000002.safetensors", samples, 2)
-    found = recorded(Folder(path))
-    assert [each.reward for each in found.samples] == [5, 4, 1, 0]
+def test_recorded_counts_routes_and_compares_log_probs(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=1)
+    folder = Folder(path)
+    assert folder.plan is not None
+    experts = folder.plan.sizes.num_experts
+    file = path / "kept/step-000000.safetensors"
+    samples = load_samples(file)
+    found = recorded(folder)
+    assert [found.samples[row].reward for row in found.best] == [5, 4, 1, 0]
     wanted = np.zeros((len(found.layers), experts))
     for sample in samples:
         assert sample.routes is not None
@@ -322,10 +312,10 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
     assert np.array(found.load) == pytest.approx(wanted, abs=1e-3)
     page = page_of(path)
     assert page.count("<script>") == 1 and "\u202e" not in page
-    first = samples[5].tokens[0]
-    assert f"<script>{first}&amp;</script>⟨U+202E⟩\u0634" in checked(page).words
     best = samples[5]
-    places = torch.arange(1, samples[5].tokens.numel(), dtype=torch.int32)
+    (row,) = [each for each in found.samples if each.name == "prompt 12, sample 1"]
+    assert row.texts[0] == f"<script>{best.tokens[0]}&amp;</script>⟨U+202E⟩\u0634"
+    places = torch.arange(1, best.tokens.numel(), dtype=torch.int32)
     scores = {
         "ids": torch.tensor([[best.prompt_id, best.index, best.turn]]),
         "samples": torch.zeros_like(places),
@@ -333,27 +323,57 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
         "logprobs": best.rollout_logprobs[1:] + 0.5,  # the trainer's
     }
     (path / "kept/scores").mkdir()
-    save_file(scores, path / "kept/scores/step-000002-rank-0.safetensors")
-    compared = recorded(Folder(path))
+    scores_file = path / "kept/scores/step-000000-rank-0.safetensors"
+    save_file(scores, scores_file)
+    compared = recorded(folder)
     assert compared.compared and not found.compared
-    gaps = [each.gap for each in compared.samples[0].pieces if each.kind == "sampled"]
-    assert gaps and gaps == pytest.approx([0.5] * len(gaps), abs=1e-6)
-    assert all(each.gap is None for each in compared.samples[1].pieces)
-    file = path / "kept/scores/step-000002-rank-0.safetensors"
+    first, second, *_ = [compared.samples[row] for row in compared.best]
+    gaps = [gap for gap, kind in zip(first.gaps, first.kinds, strict=True) if kind == "s"]
+    assert gaps == [0.5] * len(best.response) and second.gaps == []
     broken = {
-        "SafetensorError": file.read_bytes()[:-9],
+        "SafetensorError": scores_file.read_bytes()[:-9],
         "IndexError": save(scores | {"samples": torch.zeros(1, dtype=torch.int32)}),
         "KeyError": save({"ids": scores["ids"]}),
         f"expected 0 to {len(places)}": save(scores | {"tokens": places + 1}),
     }
     for why, content in broken.items():
-        file.write_bytes(content)
-        left = recorded(Folder(path))
+        scores_file.write_bytes(content)
+        left = recorded(folder)
         assert not left.compared and left.samples == found.samples
-        assert why in left.note and (str(file) in left.note or why.startswith("expected"))
+        assert why in left.note and (str(scores_file) in left.note or why.startswith("expected"))
         assert escape(left.note.strip()) in page_of(path)
-    (path / "kept/step-000002.safetensors").write_bytes(b"no")
+
+
+def test_recorded_leaves_out_a_file_that_cannot_be_read(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=2)
+    (path / "kept/step-000001.safetensors").write_bytes(b"no")
+    left = recorded(Folder(path))
+    assert "step-000001.safetensors" in left.note
+    assert "expected a whole file of save_samples" in left.note
+    assert {(each.set, each.step) for each in left.samples} == {("training", 0), ("sums", 2)}
+    for file in path.glob("kept/**/*.safetensors"):
+        file.write_bytes(b"no")
     assert "expected a whole file of save_samples" in recorded(Folder(path)).missing
+
+
+def test_shares_fill_the_page_with_the_newest_step_and_equal_parts_of_others():
+    assert shares([6, 6, 4], 16) == [6, 6, 4]
+    assert shares([6, 6, 4], 15) == [6, 4, 4]
+    assert shares([600, 600, 600, 600], 1000) == [500, 166, 166, 166]
+    assert shares([600, 6, 6, 6], 4) == [2, 1, 1, 0]
+    assert shares([600], 10) == [5] and shares([6, 6], 0) == [0, 0]
+
+
+def test_recorded_cuts_the_middle_of_a_long_sample(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=1)
+    long = make_sample(7, 0, prompt_len=2 * TAIL, response_len=3 * HEAD, num_experts=8)
+    save_samples(path / "kept/step-000000.safetensors", [replace(long, reward=1.0)], 0)
+    shown = recorded(Folder(path)).samples[0]
+    size = 2 * TAIL + 3 * HEAD
+    assert shown.length == 3 * HEAD and shown.truncated == (long.finish_reason == "length")
+    assert shown.kinds == "x" + "p" * TAIL + "s" * (HEAD - TAIL) + "x" + "s" * TAIL
+    remarks = [text for text, kind in zip(shown.texts, shown.kinds, strict=True) if kind == "x"]
+    assert remarks == [f"[{n} tokens left out]" for n in (TAIL, size - TAIL - HEAD - TAIL)]
 
 
 def test_visible_shows_what_would_hide_or_turn_the_text():

@@ -14,7 +14,11 @@ from pathlib import Path
 
 from pyrl_ext.plan.command import called
 from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.recorded import SAMPLES
 from pyrl_ext.tools.report.state import Folder, folders
+
+HOST = "127.0.0.1"
+PORT = 8000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.runs:
         parser.error("no RUN, expected a run folder before --html or --csv, which take a PATH")
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples}, expected a number of samples, at least 0")
+    if not options.watch and (options.host, options.port) != (HOST, PORT):
+        parser.error("--host and --port need --watch, which serves the page")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}, expected 0 to 65535")
     try:
+        if options.watch:
+            from pyrl_ext.tools.report.watch import watch
+
+            watch(options.runs, options.host, options.port, options.samples)
+            return 0
         runs = folders(options.runs)
         if options.html is not None:
-            _write("--html", Path(options.html or runs[0].path / "report.html"), report_page(runs))
+            path = Path(options.html or runs[0].path / "report.html")
+            _write("--html", path, report_page(runs, options.samples))
         elif options.csv is not None:
             _write("--csv", Path(options.csv or runs[0].path / "report.csv"), csv_text(runs))
         else:
@@ -75,7 +91,8 @@ def _write(option: str, path: Path, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=called("pyrl_ext.tools.report"),
-        usage="%(prog)s RUN [RUN ...] [--png PNG | --html [PATH] | --csv [PATH]]",
+        usage="%(prog)s RUN [RUN ...] [--png PNG | --html [PATH] | --csv [PATH] | --watch] "
+        "[--host HOST] [--port PORT] [--samples N]",
         description=__doc__,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder with metrics.jsonl")
@@ -84,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     for option, content in (("html", "the page"), ("csv", "all metrics as CSV")):
         text = f"write {content} instead [RUN/report.{option} of the first run]"
         output.add_argument(f"--{option}", nargs="?", const="", metavar="PATH", help=text)
+    text = "serve the page instead; it is built again when the run writes a step"
+    output.add_argument("--watch", action="store_true", help=text)
+    text = "address to serve on [%(default)s]; 0.0.0.0: all of this machine, without a password"
+    parser.add_argument("--host", default=HOST, help=text)
+    text = "port to serve on; 0: any that is free [%(default)s]"
+    parser.add_argument("--port", type=int, default=PORT, help=text)
+    text = "most recorded samples of a run on the page [%(default)s]"
+    parser.add_argument("--samples", type=int, default=SAMPLES, metavar="N", help=text)
     return parser
 
 

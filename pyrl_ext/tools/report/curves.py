@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pyrl_ext.metrics.glossary import described
-from pyrl_ext.metrics.history import Columns
+from pyrl_ext.metrics.glossary import described, explained
+from pyrl_ext.metrics.history import Columns, RunHistory
 
 # a chart as the page's script reads it
 Chart = dict[str, Any]
@@ -76,6 +76,21 @@ def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> dict
     return curve
 
 
+def hours(run: RunHistory) -> dict[str, Any] | None:
+    """Some ``steps``, and the ``hours`` in steps and checkpoints until their end; None if steps
+    were not timed."""
+    if not run.total("time/step"):
+        return None
+    seconds = np.zeros(len(run.rows))
+    for name in ("time/step", "time/checkpoint"):
+        times = np.array([row.get(name, 0.0) for row in run.rows])
+        seconds += np.where(np.isfinite(times), times, 0.0).cumsum()
+    number = min(POINTS, len(seconds))
+    places = np.arange(number) * len(seconds) // number
+    steps = [int(run.rows[place]["step"]) for place in places]
+    return {"steps": steps, "hours": _digits(seconds[places] / 3600)}
+
+
 def _digits(values: np.ndarray) -> list[float | None]:
     rounded = [float(f"{value:.5g}") for value in values.tolist()]  # the largest may become inf
     return [value if np.isfinite(value) else None for value in rounded]
@@ -87,7 +102,7 @@ def _chart(name: str) -> Chart:
         "name": name,
         "family": name.endswith("_<id>"),
         "unit": metric.unit.removeprefix("1"),
-        "words": metric.definition,
+        "words": explained(name),
         "band": metric.band,
         "curves": [],
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyrl_ext.metrics.glossary import described
+from pyrl_ext.metrics.glossary import described, explained
 from pyrl_ext.plan.changes import read_changes
 from pyrl_ext.tools.report.state import Folder, last_line
 
@@ -85,5 +85,5 @@ def _counted(run: int, folder: Folder) -> Iterator[ReportEvent]:
             continue
         metric = described(name)
         total = "" if metric.unit == "1" else f"{values[some].sum():,.6g} {metric.unit} in "
-        detail = f"{total}{some.sum():,} of {len(steps):,} steps. {metric.definition}"
+        detail = f"{total}{some.sum():,} of {len(steps):,} steps. {explained(name)}"
         yield ReportEvent(run, int(steps[some][-1]), name, detail)

@@ -6,38 +6,50 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from pyrl_ext.metrics.alarms import alarms
-from pyrl_ext.metrics.glossary import described
+from pyrl_ext.metrics.glossary import explained
 from pyrl_ext.metrics.report import PHASES, phase_seconds
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
+from pyrl_ext.plan.json_text import flatten
 from pyrl_ext.plan.model.units import duration, size
+from pyrl_ext.plan.plan import NOT_COMPARED
 from pyrl_ext.plan.show.html.page import environment
-from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped
+from pyrl_ext.plan.show.summary import values
+from pyrl_ext.tools.report.curves import SHOWN_FIRST, Chart, charts, grouped, hours
 from pyrl_ext.tools.report.evaluations import evaluations
 from pyrl_ext.tools.report.events import events
-from pyrl_ext.tools.report.recorded import GAPS, Recorded, recorded
+from pyrl_ext.tools.report.recorded import GAPS, SAMPLES, UNLIKELY, Recorded, recorded
 from pyrl_ext.tools.report.state import Folder
 
 COLOURS = 8
 """Colours of runs; more runs repeat them."""
 
 HERE = Path(__file__).parent
+SCRIPTS = ("state.js", "report.js", "samples.js")
 
 
-def report_page(folders: Sequence[Folder]) -> str:
-    """The page of one or more runs."""
+def report_page(folders: Sequence[Folder], most: int = SAMPLES, version: str = "") -> str:
+    """The page of one or more runs.
+
+    Args:
+        folders: the runs
+        most: number of recorded samples that it shows of each
+        version: of the files that it was built from, where a server builds it again; the page
+            compares it with the server's
+    """
     templates = environment(HERE)
     templates.filters["duration"] = duration
     found = charts([folder.columns for folder in folders])
     names = [folder.run.name for folder in folders]
-    samples = [recorded(folder) for folder in folders]
-    script = (HERE / "report.js").read_text(encoding="utf-8")
+    samples = [recorded(folder, most) for folder in folders]
+    script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     phases, remarks = time_bars(folders)
     return templates.get_template("report.html").render(
@@ -54,9 +66,14 @@ def report_page(folders: Sequence[Folder]) -> str:
         memory=memory_bars(folders),
         gaps=", ".join(map(str, GAPS)),
         recorded=samples,
+        parts=sorted({part for run in samples for each in run.samples for part in each.parts}),
+        plans=[values(folder.plan) if folder.plan else None for folder in folders],
+        differences=differences(folders),
+        timed=all(map(hours, [folder.run for folder in folders])),
         evaluations=[e for run, folder in enumerate(folders) for e in evaluations(run, folder)],
         events=[e for run, folder in enumerate(folders) for e in events(run, folder)],
-        data=data_block(found, samples),
+        data=data_block(folders, found, samples),
+        version=version,
         script=Markup(script),
         digest=Markup(digest),  # of the one script that may run; text of samples is escaped, too
         colours=COLOURS,
@@ -72,11 +89,35 @@ def layer_agreement(found: dict[str, Chart]) -> tuple[float, list[int]] | None:
     return min(values, default=1.0), sorted({curve["run"] for curve in chart["curves"]})
 
 
-def data_block(found: dict[str, Chart], samples: Sequence[Recorded]) -> Markup:
-    """The numbers for the script, in JSON that cannot end its element."""
-    load = [{"layers": run.layers, "values": run.load} for run in samples]
-    text = json.dumps({"charts": found, "load": load}, separators=(",", ":"), allow_nan=False)
+def data_block(
+    folders: Sequence[Folder], found: dict[str, Chart], samples: Sequence[Recorded]
+) -> Markup:
+    """What the scripts show, in JSON that cannot end its element."""
+    content = {
+        "names": [folder.run.name for folder in folders],
+        "colours": COLOURS,
+        "hours": [hours(folder.run) for folder in folders],
+        "charts": found,
+        "load": [{"layers": run.layers, "values": run.load} for run in samples],
+        "samples": [[asdict(sample) for sample in run.samples] for run in samples],
+        "best": [run.best for run in samples],
+        "tones": {"gaps": GAPS, "unlikely": UNLIKELY},
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))
+
+
+def differences(folders: Sequence[Folder]) -> list[tuple[str, list[str]]]:
+    """Keys whose values are not the same in all plans, and the value of each run in JSON; "-" if it
+    lacks the key, or its plan cannot be read. Sizes of the model are below ``hf``."""
+    plans: list[dict[str, str]] = []
+    for folder in folders:
+        fields = folder.plan.model_dump(mode="json") if folder.plan else {}
+        flat = flatten(fields, {*NOT_COMPARED, "run"})
+        plans.append({key: json.dumps(value, ensure_ascii=False) for key, value in flat.items()})
+    keys = dict.fromkeys(key for plan in plans for key in plan)
+    rows = [(key, [plan.get(key, "-") for plan in plans]) for key in keys]
+    return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
 
 # Bars of measured numbers, and of the plan's estimates ------------------------------------------
@@ -166,7 +207,7 @@ def _scaled(rows: Rows, shown: Callable[[float], str]) -> list[Bars]:
     longest = max((value for row in rows.values() for *_, value in row), default=0.0) or 1.0
     found = []
     for name, row in rows.items():
-        words = "The rest of time/step." if name == "other" else described(name).definition
+        words = "The rest of time/step." if name == "other" else explained(name)
         bars = [Bar(run, plan, shown(value), 100 * value / longest) for run, plan, value in row]
         if bars:
             found.append(Bars(name, words, bars))

@@ -1,7 +1,7 @@
 (function () {
   "use strict";
-  var SPACE = {left: 52, right: 8, top: 8, bottom: 20};
-  var data, drawn, hidden = new Set();
+  var SPACE = {left: 66, right: 8, top: 8, bottom: 36};
+  var data, drawn;
 
   function show(value) {
     if (value === null || value === undefined) return "–";
@@ -33,8 +33,26 @@
       return total / count;
     });
   }
-  function curves(chart) {
-    return chart.curves.filter(function (curve) { return !hidden.has(curve.run); });
+  function curves(chart) {  // of the runs that are not hidden, the part in the zoom
+    return chart.curves.filter(function (curve) { return !state.hidden.includes(curve.run); }).map(zoomed);
+  }
+  function zoomed(curve) {  // and a point before and behind it
+    var xs = state.hours ? curve.hours : curve.steps, first = 0, last = xs.length - 1;
+    if (state.zoom) {
+      while (first < last && xs[first + 1] < state.zoom[0]) first++;
+      while (last > first && xs[last - 1] > state.zoom[1]) last--;
+    }
+    function part(list) { return list && list.slice(first, last + 1); }
+    var bad = curve.bad.filter(function (i) { return i >= first && i <= last; }).map(function (i) { return i - first; });
+    return Object.assign({}, curve, {
+      xs: part(xs), steps: part(curve.steps), y: part(curve.y), low: part(curve.low), high: part(curve.high), bad: bad
+    });
+  }
+  function addHours(chart) {
+    chart.curves.forEach(function (curve) {
+      var known = data.hours[curve.run];
+      curve.hours = known && curve.steps.map(function (step) { return known.hours[nearest(known.steps, step)]; });
+    });
   }
   function escape(text) {
     return String(text).replace(/[&<>"']/g, function (c) { return "&#" + c.charCodeAt(0) + ";"; });
@@ -69,11 +87,11 @@
     var chart = data.charts[figure.dataset.chart], plot = figure.querySelector(".plot");
     var width = plot.clientWidth, height = plot.clientHeight, shown = curves(chart), out = [];
     if (!width) return;
-    var steps = extent(shown.map(function (c) { return c.steps; })), y = range(chart, shown);
-    if (steps[0] === steps[1]) steps = [steps[0] - 1, steps[1] + 1];
+    var x = state.zoom || extent(shown.map(function (c) { return c.xs; })), y = range(chart, shown);
+    if (x[0] === x[1]) x = [x[0] - 1, x[1] + 1];
     if (y[0] === y[1]) y = [y[0] - 0.5, y[1] + 0.5];
     var inner = {x: width - SPACE.left - SPACE.right, y: height - SPACE.top - SPACE.bottom};
-    function px(step) { return SPACE.left + (step - steps[0]) / (steps[1] - steps[0]) * inner.x; }
+    function px(at) { return SPACE.left + (at - x[0]) / (x[1] - x[0]) * inner.x; }
     function py(value) {
       if (value === null) return null;
       var at = ((chart.log ? Math.log10(value) : value) - y[0]) / (y[1] - y[0]);
@@ -85,18 +103,23 @@
       out.push("<line class='grid' x1='" + SPACE.left + "' x2='" + (width - SPACE.right) + "' y1='" + py(value) + "' y2='" + py(value) + "'/>");
       out.push("<text text-anchor='end' x='" + (SPACE.left - 6) + "' y='" + (py(value) + 4) + "'>" + tick(value) + "</text>");
     });
-    ticks(steps[0], steps[1], Math.max(2, inner.x / 90)).forEach(function (step) {
-      if (step === Math.round(step) && step >= 0 && px(step) < width - 12) {
-        out.push("<text text-anchor='middle' x='" + px(step) + "' y='" + (height - 5) + "'>" + step.toLocaleString("en") + "</text>");
+    ticks(x[0], x[1], Math.max(2, inner.x / 90)).forEach(function (at) {
+      if ((state.hours || at === Math.round(at)) && at >= 0 && px(at) < width - 12) {
+        out.push("<text text-anchor='middle' x='" + px(at) + "' y='" + (height - 21) + "'>" + (state.hours ? tick(at) : at.toLocaleString("en")) + "</text>");
       }
     });
+    var middle = SPACE.top + inner.y / 2, unit = [chart.unit, chart.log ? "log scale" : ""].filter(Boolean).join(", ");
+    out.push("<text class='axis' text-anchor='middle' x='" + (SPACE.left + inner.x / 2) + "' y='" + (height - 5) + "'>" + (state.hours ? "hours of the run" : "step") + "</text>");
+    out.push("<text class='axis' text-anchor='middle' transform='translate(12 " + middle + ") rotate(-90)'>" + escape(unit) + "</text>");
+    out.push("<clipPath id='clip-" + drawn.indexOf(figure) + "'><rect x='" + SPACE.left + "' width='" + inner.x + "' height='" + height + "'/></clipPath>");
+    out.push("<g clip-path='url(#clip-" + drawn.indexOf(figure) + ")'>");
     (chart.band || []).forEach(function (value, i) {
       var at = py(chart.log && value <= 0 ? null : value);
       if (at !== null && at > SPACE.top && at < bottom) out.push("<line class='" + ["warn", "alarm"][i] + "' x1='" + SPACE.left + "' x2='" + (width - SPACE.right) + "' y1='" + at + "' y2='" + at + "'/>");
     });
     var labels = Array.from(new Set(shown.map(function (c) { return c.held ? "" : c.label; }))), ends = [];
     shown.forEach(function (curve) {
-      var xs = curve.steps.map(px), colour = "run-" + curve.run % COLOURS;
+      var xs = curve.xs.map(px), colour = "run-" + curve.run % COLOURS;
       if (curve.low) {
         var back = xs.map(function (_, i) { return xs.length - 1 - i; }).filter(function (i) { return curve.y[i] !== null; });
         var there = back.slice().reverse(), outline = there.concat(back);
@@ -114,39 +137,72 @@
         out.push("<text class='bad' text-anchor='middle' x='" + xs[i] + "' y='" + (bottom - 2) + "'>×</text>");
       });
     });
+    out.push("</g><rect class='select' y='" + SPACE.top + "' height='" + inner.y + "' visibility='hidden'/>");
     out.push("<line class='cursor' y1='" + SPACE.top + "' y2='" + bottom + "' visibility='hidden'/>");
-    plot.innerHTML = "<svg width='" + width + "' height='" + height + "' role='img' aria-label='" + escape(figure.dataset.chart) + " by step'>" + out.join("") + "</svg>";
+    plot.innerHTML = "<svg width='" + width + "' height='" + height + "' role='img' aria-label='" + escape(figure.dataset.chart) + " by " + (state.hours ? "hours" : "step") + "'>" + out.join("") + "</svg>";
     figure.px = px;
-    figure.stepAt = function (x) { return steps[0] + (x - SPACE.left) / inner.x * (steps[1] - steps[0]); };
+    figure.xAt = function (at) {
+      return x[0] + Math.min(1, Math.max(0, (at - SPACE.left) / inner.x)) * (x[1] - x[0]);
+    };
     read(figure, null);
   }
-  function nearest(list, step) {
+  function nearest(list, at) {
     var low = 0, high = list.length - 1;
     while (high - low > 1) {
       var middle = (low + high) >> 1;
-      if (list[middle] > step) high = middle; else low = middle;
+      if (list[middle] > at) high = middle; else low = middle;
     }
-    return Math.abs(list[low] - step) <= Math.abs(list[high] - step) ? low : high;
+    return Math.abs(list[low] - at) <= Math.abs(list[high] - at) ? low : high;
   }
-  function read(figure, step) {  // the numbers at a step; the last ones without
-    var chart = data.charts[figure.dataset.chart], words = [], cursor = figure.querySelector(".cursor"), at = null;
-    var shown = curves(chart);
+  function read(figure, at) {  // the numbers at a place of the x axis; the last ones without
+    var chart = data.charts[figure.dataset.chart], words = [], cursor = figure.querySelector(".cursor");
+    var shown = curves(chart), head = "";
     shown.forEach(function (curve, n) {
-      var list = curve.steps, i = step === null ? list.length - 1 : nearest(list, step);
-      if (!n) at = list[i];
-      if (shown.length > 8 && step === null) return;
-      var spread = curve.low && step !== null && shown.length < 3 ? " (" + show(curve.low[i]) + " to " + show(curve.high[i]) + ")" : "";
+      var i = at === null ? curve.xs.length - 1 : nearest(curve.xs, at);
+      if (!n && at !== null) {
+        head = "<span>step " + Math.round(curve.steps[i]).toLocaleString("en") + (state.hours ? ", " + show(curve.xs[i]) + " h" : "") + "</span>";
+        if (cursor) ["x1", "x2"].forEach(function (end) { cursor.setAttribute(end, figure.px(curve.xs[i])); });
+      }
+      if (shown.length > 8 && at === null) return;
+      var spread = curve.low && at !== null && shown.length < 3 ? " (" + show(curve.low[i]) + " to " + show(curve.high[i]) + ")" : "";
       var label = curve.held ? "held out " : curve.label ? curve.label + ": " : "";
       words.push("<span><i class='dot run-" + curve.run % COLOURS + "'></i>" + escape(label) + show(curve.y[i]) + spread + "</span>");
     });
-    var head = step === null ? "" : "<span>step " + Math.round(at).toLocaleString("en") + "</span>";
     figure.querySelector("output").innerHTML = head + words.join("");
-    if (!cursor) return;
-    cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
-    if (step !== null) { cursor.setAttribute("x1", figure.px(at)); cursor.setAttribute("x2", figure.px(at)); }
+    if (cursor) cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
   }
-  function all(step) {
-    drawn.forEach(function (figure) { if (figure.querySelector("svg") && figure.offsetParent) read(figure, step); });
+  function all(at) {
+    drawn.forEach(function (figure) { if (figure.querySelector("svg") && figure.offsetParent) read(figure, at); });
+  }
+  function zoom(range) {
+    state.zoom = range;
+    document.querySelector("[data-whole]").hidden = range === null;
+    redraw();
+  }
+  function follow(figure) {  // the pointer: it reads numbers, and a drag zooms all charts
+    var plot = figure.querySelector(".plot"), from = null;
+    function place(event) { return event.clientX - plot.getBoundingClientRect().left; }
+    plot.addEventListener("pointermove", function (event) {
+      var to = place(event), box = plot.querySelector(".select");
+      all(figure.xAt(to));
+      box.setAttribute("visibility", from === null ? "hidden" : "visible");
+      if (from === null) return;
+      box.setAttribute("x", Math.min(from, to));
+      box.setAttribute("width", Math.abs(from - to));
+    });
+    plot.addEventListener("pointerdown", function (event) {
+      from = place(event);
+      plot.setPointerCapture(event.pointerId);
+      event.preventDefault();
+    });
+    plot.addEventListener("pointerup", function (event) {
+      var to = place(event), ends = [figure.xAt(from), figure.xAt(to)].sort(function (a, b) { return a - b; });
+      if (Math.abs(from - to) > 6 && ends[0] < ends[1]) zoom(ends);
+      from = null;
+    });
+    plot.addEventListener("pointercancel", function () { from = null; });
+    plot.addEventListener("dblclick", function () { zoom(null); });
+    plot.addEventListener("pointerleave", function () { all(null); });
   }
   function redraw() {
     drawn.forEach(function (figure) { if (figure.offsetParent) draw(figure); });
@@ -183,35 +239,37 @@
       say.textContent = "layer " + row.label + ", " + (load ? "expert " + x : "step " + row.steps[x]) + ": " + show(row.values[x]);
     });
   }
-  function underline(select) {
-    var layer = select.selectedIndex, section = select.closest("section");
-    section.querySelectorAll("[data-e]").forEach(function (token) {
-      var expert = Number(token.dataset.e.split(" | ")[layer].split(" ")[0]);
-      token.style.borderBottomColor = "hsl(" + expert * 137.5 % 360 + " 65% 55%)";
-    });
-  }
   function begin() {
     data = JSON.parse(document.getElementById("data").textContent);
     drawn = Array.from(document.querySelectorAll("[data-chart]"));
-    drawn.forEach(function (figure) {
-      var plot = figure.querySelector(".plot");
-      function move(event) { all(figure.stepAt(event.clientX - plot.getBoundingClientRect().left)); }
-      plot.addEventListener("pointermove", move);
-      plot.addEventListener("pointerdown", move);
-      plot.addEventListener("pointerleave", function () { all(null); });
+    Object.values(data.charts).forEach(addHours);
+    drawn.forEach(follow);
+    document.querySelectorAll(".words").forEach(function (each) {
+      each.addEventListener("click", function () { each.classList.toggle("whole"); });
     });
-    document.querySelectorAll("details").forEach(function (each) { each.addEventListener("toggle", redraw); });
+    document.querySelectorAll("details").forEach(function (each) {
+      if (each.id in state.details) each.open = state.details[each.id];
+      each.addEventListener("toggle", function () { state.details[each.id] = each.open; redraw(); });
+    });
     document.querySelectorAll("[data-run]").forEach(function (box) {
       var run = Number(box.dataset.run);
-      box.checked = !hidden.has(run);
-      box.addEventListener("change", function () { hidden[box.checked ? "delete" : "add"](run); redraw(); });
+      box.checked = !state.hidden.includes(run);
+      box.addEventListener("change", function () {
+        state.hidden = state.hidden.filter(function (each) { return each !== run; });
+        if (!box.checked) state.hidden.push(run);
+        redraw();
+      });
     });
+    var axis = document.querySelector("[data-axis]");
+    state.hours = state.hours && data.hours.every(Boolean);
+    axis.value = state.hours ? "hours" : "step";
+    axis.addEventListener("change", function () {
+      state.hours = axis.value === "hours";
+      zoom(null);
+    });
+    document.querySelector("[data-whole]").addEventListener("click", function () { zoom(null); });
     document.querySelectorAll("[data-heat]").forEach(heat);
-    document.querySelectorAll("[data-route]").forEach(function (select) {
-      select.addEventListener("change", function () { underline(select); });
-      underline(select);
-    });
-    redraw();
+    zoom(state.zoom);
   }
   var COLOURS = 8, timer;
   begin();
