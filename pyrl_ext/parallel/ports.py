@@ -35,33 +35,25 @@ def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
     try:
         connection.request("GET", HEALTH)
         reply = connection.getresponse()
-        return absence_of_status(address, reply.status, reply.read(1))
+        body = reply.read(1)
     except RemoteDisconnected:
         return Absence("the connection ended without an answer")
     except HTTPException:
-        return absence_of_text(address)
+        return _taken(address, "has no HTTP answer")
     except OSError as error:
-        return Absence(reason_of(error))
+        return Absence(_reason_of(error))
     finally:
         connection.close()
-
-
-def absence_of_status(address: str, status: int, body: bytes) -> Absence | None:
-    """The meaning of an answer on /health. Engines answer 200 and no body, or 503 if they fail."""
-    if status == 200 and not body:
+    # engines answer 200 and no body, or 503 if they fail
+    if reply.status == 200 and not body:
         return None
-    if status >= 500:
-        return Absence(f"{HEALTH} answers {status}")
-    text = " with a text" if status == 200 else ""
-    return _taken(address, f"{HEALTH} answers {status}{text}: another program, no engine")
+    if reply.status >= 500:
+        return Absence(f"{HEALTH} answers {reply.status}")
+    text = " with a text" if reply.status == 200 else ""
+    return _taken(address, f"answers {reply.status}{text}")
 
 
-def absence_of_text(address: str) -> Absence:
-    """The meaning of an answer that is not HTTP."""
-    return _taken(address, f"{HEALTH} has no HTTP answer: another program, no engine")
-
-
-def reason_of(error: OSError) -> str:
+def _reason_of(error: OSError) -> str:
     """Why there is no connection, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
@@ -70,7 +62,8 @@ def reason_of(error: OSError) -> str:
     return os.strerror(error.errno).lower() if error.errno else str(error)
 
 
-def _taken(address: str, reason: str) -> Absence:
+def _taken(address: str, found: str) -> Absence:
+    reason = f"{HEALTH} {found}: another program, no engine"
     url = urlsplit(address)
     holder = process_on(url.hostname or "", url.port or 80)
     held = f"; port {url.port} is held by {holder}" if holder else ""

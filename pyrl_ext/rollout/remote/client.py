@@ -10,8 +10,6 @@ from typing import Any
 
 import aiohttp
 
-from pyrl_ext.parallel import ports
-from pyrl_ext.parallel.ports import Absence
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
@@ -92,25 +90,6 @@ class Server:
             self._watch.cancel()
         if self._session is not None:
             await self._session.close()
-
-    async def absence(self) -> Absence | None:
-        """Why it does not answer on /health as an engine does; None: it does."""
-        try:
-            async with (
-                asyncio.timeout(ports.ANSWER_S),
-                self._call("GET", protocol.HEALTH, None) as reply,
-            ):
-                body = await reply.content.read(1)
-        except TimeoutError:
-            return Absence(f"no answer within {ports.ANSWER_S:g} s")
-        except aiohttp.ClientConnectorError as error:
-            return Absence(ports.reason_of(error.os_error))
-        except aiohttp.ClientResponseError:
-            return await asyncio.to_thread(ports.absence_of_text, self.address)
-        except GONE as error:
-            return Absence(f"the connection ended, {error!r}")
-        # in a thread: it may look for the process that answers
-        return await asyncio.to_thread(ports.absence_of_status, self.address, reply.status, body)
 
     async def control(
         self, path: str, body: Any = None, timeout: float = 60.0, method: str = "POST"

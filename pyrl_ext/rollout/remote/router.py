@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pyrl_ext.parallel.ports import Absence
+from pyrl_ext.parallel.ports import Absence, absence_at
 from pyrl_ext.parallel.waiting import NotYet
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.parts import Parts
@@ -302,7 +302,8 @@ class Router:
 
     async def _probe_unused(self) -> None:
         unused = [state for state in self.states if not state.used]
-        absences = await asyncio.gather(*(state.server.absence() for state in unused))
+        asked = (asyncio.to_thread(absence_at, state.server.address) for state in unused)
+        absences = await asyncio.gather(*asked)
         for state, absence in zip(unused, absences, strict=True):
             state.absence = absence
             state.there = absence is None

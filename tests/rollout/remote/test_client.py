@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pyrl_ext.parallel.ports import absence_at
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
 from pyrl_ext.rollout.remote.protocol import Partial, Request
@@ -53,7 +54,6 @@ async def test_generate_keeps_the_tokens_of_a_server_that_dies():
         engine.dies = 5
         with pytest.raises(ServerFailed, match="ended after 5 tokens"):
             await server.generate(request, part)
-        assert await server.absence() is not None
     assert part.token_ids == tokens_of(request)[:5] and len(part.logprobs) == 5
 
 
@@ -69,7 +69,7 @@ async def test_generate_gives_up_a_server_that_hangs(after: int):
         assert len(part.token_ids) == after and server.failure is not None
         with pytest.raises(ServerFailed, match="no token for"):
             await server.generate(request_of(2), Partial(request_of(2)))
-        assert await server.absence() is None
+        assert await asyncio.to_thread(absence_at, server.address) is None
 
 
 async def test_generate_waits_longer_for_a_server_that_generates_for_others():
@@ -127,7 +127,7 @@ async def test_generate_refuses_no_http():
     server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
     with pytest.raises(ServerFailed):
         await server.generate(request_of(1), Partial(request_of(1)))
-    absence = await server.absence()
+    absence = await asyncio.to_thread(absence_at, server.address)
     assert absence is not None and absence.is_taken
     assert "no HTTP answer" in absence.reason and f"(pid {os.getpid()})" in absence.reason
     await server.close()
