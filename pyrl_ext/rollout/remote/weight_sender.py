@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -109,6 +110,18 @@ class EngineLink:
         self.sent += len(data)
 
 
+class Way(NamedTuple):
+    """From one rank to one engine.
+
+    Args:
+        sender: where the rank waits for the engine
+        route: of the bytes of tensors; None: over the connection to the sender
+    """
+
+    sender: SenderAddress
+    route: BroadcastRoute | None
+
+
 class Transfer:
     """Sends a rank's part of one version of the weights.
 
@@ -151,13 +164,13 @@ class Transfer:
         self._sending: list[list[Future[None]]] = [[], []]
         self._number = 0
 
-    def open(self, rank: int = 0) -> list[SenderAddress]:
+    def open(self, rank: int = 0) -> list[Way]:
         """Listen for the engines.
 
         Args:
             rank: of the trainer, for the addresses
 
-        Returns: the address for each engine; nothing if this rank has nothing to send.
+        Returns: the way to each engine; nothing if this rank has nothing to send.
         Raises: TransferError, OSError.
         """
         if not self.wanted:
@@ -168,17 +181,15 @@ class Transfer:
                 door = listening(link.host)
                 self._doors[link.host] = door
                 threading.Thread(target=self._accept, args=(door,), daemon=True).start()
-        ports = {host: door.getsockname()[1] for host, door in self._doors.items()}
-        return [
-            SenderAddress(rank=rank, host=link.host, port=ports[link.host], key=link.key)
-            for link in self._links
-        ]
-
-    def routes(self) -> Sequence[BroadcastRoute | None]:
-        """The way of the bytes to each engine, after `open`. Raises: TransferError, OSError."""
-        if self._broadcast is None or not self._doors:
-            return [None] * len(self._links)
-        return self._broadcast.open(self._patience)
+        routes = [None] * len(self._links)
+        if self._broadcast is not None:
+            routes = self._broadcast.open(self._patience)
+        ways: list[Way] = []
+        for link, route in zip(self._links, routes, strict=True):
+            port = self._doors[link.host].getsockname()[1]
+            sender = SenderAddress(rank=rank, host=link.host, port=port, key=link.key)
+            ways.append(Way(sender, route))
+        return ways
 
     @property
     def failed(self) -> dict[str, str]:

@@ -34,13 +34,8 @@ from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import Answer
 from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
-from pyrl_ext.rollout.remote.weight_protocol import (
-    BroadcastRoute,
-    SenderAddress,
-    TransferError,
-    UpdateInfo,
-)
-from pyrl_ext.rollout.remote.weight_sender import Transfer
+from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
+from pyrl_ext.rollout.remote.weight_sender import Transfer, Way
 
 Counts = Callable[[], Mapping[str, float]]
 
@@ -155,15 +150,6 @@ def publish(
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A sender's address and route for each server, or the reason why it has none."""
-
-    addresses: Sequence[SenderAddress] = ()
-    routes: Sequence[BroadcastRoute | None] = ()
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class _Sync:
     """The arguments of one `publish`."""
 
@@ -196,11 +182,9 @@ class _Sync:
             broadcast=broadcast and bool(addresses),
         )
         try:
-            opened = gather_objects(self._open(transfer), self.group)
-            errors = [f"rank {rank} {end.error}" for rank, end in enumerate(opened) if end.error]
-            if errors:
-                raise RuntimeError(f"publish: {'; '.join(errors)}")
-            senders = [sender for sender in opened if sender.addresses]
+            with agreeing("publish", "addresses", self.group):
+                here = transfer.open(0 if self.group is None else self.group.rank())
+            senders = [ways for ways in gather_objects(here, self.group) if ways]
             self.run(self._fetch(transfer, updates, senders))
             reasons = self._send(transfer, updates)
             return self.step(updates, lambda u: u.received(reasons.get(u.server.address)))
@@ -208,25 +192,18 @@ class _Sync:
             self.run(_cancel(updates))
             transfer.close()
 
-    def _open(self, transfer: Transfer) -> _Opened:
-        try:
-            addresses = transfer.open(0 if self.group is None else self.group.rank())
-            return _Opened(addresses, transfer.routes())
-        except (OSError, TransferError) as error:
-            return _Opened(error=f"cannot send weights: {error}")
-
     async def _fetch(
-        self, transfer: Transfer, updates: Sequence[ServerUpdate], senders: Sequence[_Opened]
+        self, transfer: Transfer, updates: Sequence[ServerUpdate], senders: Sequence[list[Way]]
     ) -> None:
         only = self.weights.only
         for number, update in enumerate(updates):
             info = UpdateInfo(
-                senders=[sender.addresses[number] for sender in senders],
+                senders=[ways[number].sender for ways in senders],
                 engine=number,
                 version=self.weights.version,
                 silence=2.0 * transfer.limit,  # while another server takes bytes
                 only=None if only is None else list(only),
-                broadcast=senders[0].routes[number],
+                broadcast=senders[0][number].route,
             )
             update.fetch(transfer, info)
 

@@ -82,8 +82,8 @@ def transfer(
     part = {name: wanted[name] for name in only or wanted}
     sending = Transfer(names, 7, part, limit, bucket_bytes=BUCKET, **how)
     try:
-        ways = zip(sending.open(), sending.routes(), strict=True)
-        yield sending, [info_of(place, n, only, route) for n, (place, route) in enumerate(ways)]
+        ways = enumerate(sending.open())
+        yield sending, [info_of(way.sender, n, only, way.route) for n, way in ways]
     finally:
         sending.close()
 
