@@ -22,9 +22,6 @@ class Capabilities:
 
     Args:
         routes: samples carry routed experts
-        logprobs: kinds of log-prob it can report: "processed" (after temperature, top-k and top-p:
-            of the distribution the token was drawn from), "raw" (of the model)
-        top_p, top_k, greedy: it obeys these sampling fields
         weights: `load_weights` changes what it generates (False for recorded batches)
         images: it generates from prompts with images
         sampling_mask: samples carry the tokens kept by top-p and top-k, if `Sampling` asks for them
@@ -34,10 +31,6 @@ class Capabilities:
     """
 
     routes: bool
-    logprobs: frozenset[str] = frozenset({"processed"})
-    top_p: bool = True
-    top_k: bool = True
-    greedy: bool = True
     weights: bool = True
     images: bool = False
     sampling_mask: bool = False
@@ -96,7 +89,8 @@ class AllAtOnce:
 
 
 class Engine(Protocol):
-    """Generates samples from weights. A class that inherits it gets `generate`.
+    """Generates samples from weights. A class that inherits it gets `generate`, and either of
+    `stream` and `answer`.
 
     Attributes:
         score_canaries: set by a trainer, for engines that prove that they have its weights
@@ -125,12 +119,12 @@ class Engine(Protocol):
     def stream(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> Generator[Sample, None, None]:
-        """Yields samples as they finish; closing the stream aborts what still runs.
+        """Draws `samples_per_prompt` responses to every prompt; yields samples as they finish.
 
         The order depends on weights, prompts and sampling, not on time, so all ranks that hold an
-        engine together see the same order.
+        engine together see the same order. Closing the stream aborts what still runs.
         """
-        ...
+        yield from self.answer(AllAtOnce(prompts, sampling), sampling)
 
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.

@@ -289,7 +289,7 @@ class RecordedEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Routes and kept sets if every batch has them; all kinds of sampling."""
+        """Routes and kept sets if every batch has them."""
         return Capabilities(
             self.routes,
             weights=False,

@@ -1,17 +1,17 @@
 """Engines without a model, for tests to start in another process: a slow one, one that echoes."""
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Sample, Sampling
 
 
 class Sleeper(Engine):
-    """Its stream sleeps as many seconds as the sampling's seed says, and has no samples."""
+    """It sleeps as many seconds as the sampling's seed says, and has no samples."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -21,16 +21,11 @@ class Sleeper(Engine):
         for _ in named:
             time.sleep(0.001)
 
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Generator[Sample, None, None]:
-        time.sleep(sampling.seed)
-        yield from ()
-
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Waits until no turn will come."""
         while feed.take(wait=True) is not None:
             continue
+        time.sleep(sampling.seed)
         yield from ()
 
     def close(self) -> None: ...

@@ -14,7 +14,6 @@ from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.parallel.offload import OffloadedStorage
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import (
-    AllAtOnce,
     Capabilities,
     Engine,
     TurnFeed,
@@ -27,7 +26,7 @@ from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.rollout.hf.model import RoutedModel
 from pyrl_ext.rollout.hf.run import EngineRun
 from pyrl_ext.rollout.hf.sampling import need_tokenizer
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Sample, Sampling
 
 
 class HFEngine(Engine):
@@ -75,7 +74,7 @@ class HFEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Routes if the model has routers; processed log-probs; every kind of sampling."""
+        """Routes if the model has routers, and kept sets."""
         images = self.routed.images.scale is not None
         return Capabilities(
             routes=bool(self.routed.layer_ids), images=images, sampling_mask=True, turns=True
@@ -131,35 +130,6 @@ class HFEngine(Engine):
         return read({name: digest_on_device(weights.tensor(name)) for name in names})
 
     @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Generator[Sample, None, None]:
-        """Draws `samples_per_prompt` responses to every prompt.
-
-        Args:
-            prompts: with distinct ids, token ids inside the vocabulary
-            sampling: see `Sampling`
-
-        Yields:
-            samples as they finish; on the CPU, not scored
-
-        Raises:
-            RuntimeError: no complete weights are loaded, or the model produced non-finite logits
-            ValueError: a prompt is empty, out of the vocabulary, too long, or its id is repeated;
-                stop strings without a tokenizer
-
-        Syncs: once a token.
-        """
-        seen: set[int] = set()
-        for prompt in prompts:
-            if prompt.id in seen:
-                raise ValueError(
-                    f"HFEngine.stream(prompt {prompt.id}): id given twice, expected distinct ids"
-                )
-            seen.add(prompt.id)
-        yield from self._answer(AllAtOnce(prompts, sampling), sampling, "stream")
-
-    @torch.no_grad()
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
 
@@ -167,19 +137,21 @@ class HFEngine(Engine):
             feed: asked for turns between forwards
             sampling: ``samples_per_prompt`` and ``max_new_tokens`` are the feed's
 
-        Raises:
-            RuntimeError, ValueError: as `stream`
-        """
-        yield from self._answer(feed, sampling, "answer")
+        Yields:
+            samples as they finish; on the CPU, not scored
 
-    def _answer(
-        self, feed: TurnFeed, sampling: Sampling, call: str
-    ) -> Generator[Sample, None, None]:
-        where = f"HFEngine.{call}"
+        Raises:
+            RuntimeError: no complete weights are loaded, or the model produced non-finite logits
+            ValueError: a context is empty, out of the vocabulary or too long; stop strings without
+                a tokenizer
+
+        Syncs: once a token.
+        """
+        where = "HFEngine.answer"
         version = require_weights(where, self.version, self._refusal)
         need_tokenizer(where, sampling, self.tokenizer)
         rows = self.max_num_seqs
-        run = EngineRun(self.routed, version, feed, sampling, call, rows, self.tokenizer)
+        run = EngineRun(self.routed, version, feed, sampling, rows, self.tokenizer)
         loads = self.loads
         while run.has_work():
             if self.loads != loads:

@@ -111,14 +111,13 @@ class Slots:
 
 
 class EngineRun:
-    """One call of `answer` or `stream`.
+    """One call of `answer`.
 
     Args:
         model: with loaded weights
         version: of the weights
         feed: of the turns
         sampling: see `Engine.answer`
-        call: "answer" or "stream", for messages
         max_num_seqs, tokenizer: as `HFEngine`
     """
 
@@ -128,7 +127,6 @@ class EngineRun:
         version: int,
         feed: TurnFeed,
         sampling: Sampling,
-        call: str,
         max_num_seqs: int,
         tokenizer: Tokenizer | None,
     ):
@@ -136,7 +134,6 @@ class EngineRun:
         self.version = version
         self.feed = feed
         self.sampling = sampling
-        self.call = call
         self.open = True  # more turns may come
         self.waiting: deque[Turn] = deque()
         self.slots = Slots(min(max_num_seqs, feed.trajectories), feed.max_tokens, model)
@@ -165,7 +162,7 @@ class EngineRun:
         prompt = turn.prompt
         vocab = self.model.text.vocab_size
         positions = self.model.text.max_position_embeddings
-        need_processor(f"HFEngine.{self.call}", [prompt], self.model.images.scale)
+        need_processor("HFEngine.answer", [prompt], self.model.images.scale)
         if not prompt.tokens:
             raise ValueError(f"{where}: 0 tokens, expected at least one")
         for most, unit in ((positions, "positions"), (self.feed.max_tokens, "tokens of the feed")):
@@ -178,10 +175,8 @@ class EngineRun:
             raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
 
     def _where(self, turn: Turn) -> str:
-        place = f"prompt {turn.prompt.id}"
-        if self.call == "answer":
-            place = f"turn {turn.number} of sample {turn.index} of {place}"
-        return f"HFEngine.{self.call}({place})"
+        place = f"turn {turn.number} of sample {turn.index} of prompt {turn.prompt.id}"
+        return f"HFEngine.answer({place})"
 
     def forward(self) -> list[Sample]:
         """One forward, if any turn waits or runs; returns the samples that it finishes."""

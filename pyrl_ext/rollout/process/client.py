@@ -121,30 +121,11 @@ class ProcessEngine(Engine):
             raise
         self._result(call)
 
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Generator[Sample, None, None]:
-        """Samples as they finish. If it is closed early, the engine stops after its next one.
-
-        Images are decoded in this process, which keeps them for the samples.
-
-        Raises: what the engine raises; RuntimeError when its process dies; DataError for
-            an image that cannot be decoded.
-        """
-        images = {p.id: tuple(image.load() for image in p.images) for p in prompts}
-        self._begin("stream", [replace(p, images=images[p.id]) for p in prompts], sampling)
-        try:
-            while isinstance(message := self._recv("stream"), bytes):
-                sample = unpack(message)
-                yield replace(sample, images=images[sample.prompt_id])
-        finally:
-            self._stop("stream")
-
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Forwards the turns of ``feed``, which stays in this process, and the samples of them.
 
-        Images are decoded in this process, once a prompt. If the stream is closed early, the engine
-        stops before its next forward.
+        Images are decoded in this process, which keeps them for the samples, once a prompt. If the
+        stream is closed early, the engine stops before its next forward.
 
         Raises: what the engine and the feed raise; RuntimeError when its process dies;
             DataError for an image that cannot be decoded.
@@ -166,32 +147,37 @@ class ProcessEngine(Engine):
                 # also after a sample: what it leads to may take no time
                 is_open = is_open and self._forward(feed, images)
         finally:
-            self._stop("answer")
+            self._stop()
 
     def _forward(self, feed: TurnFeed, images: dict[int, tuple[Image, ...]]) -> bool:
-        """Sends the turns that came; whether more may come."""
-        turns = feed.take(wait=False)
+        """Sends the turns that came; returns whether more may come."""
+        turns = list[Turn]()
+        while new := feed.take(wait=False):
+            turns += new
         sent = list[Turn]()
-        for turn in turns or ():
+        prompts = dict[int, Prompt]()  # turns of a group share one, also there
+        for turn in turns:
             prompt = turn.prompt
-            new = ()
-            if prompt.id not in images:
-                images[prompt.id] = new = tuple(image.load() for image in prompt.images)
-            sent.append(replace(turn, prompt=Prompt(prompt.id, prompt.tokens, images=new)))
-        if sent or turns is None:
+            if id(prompt) not in prompts:
+                loaded = ()
+                if prompt.id not in images:
+                    images[prompt.id] = loaded = tuple(image.load() for image in prompt.images)
+                prompts[id(prompt)] = Prompt(prompt.id, prompt.tokens, images=loaded)
+            sent.append(replace(turn, prompt=prompts[id(prompt)]))
+        if sent or new is None:
             try:
-                send(self._connection, NextTurns(None if turns is None else sent))
+                send(self._connection, NextTurns(sent, new is None))
             except OSError:
                 raise self._died("answer") from None
-        return turns is not None
+        return new is not None
 
-    def _stop(self, call: str) -> None:
+    def _stop(self) -> None:
         """Ends a stream that was closed early."""
         if not self._pending or self.process.poll() is not None:
             return
         with suppress(OSError):
             send(self._connection, Stop())
-        self._result(call)
+        self._result("answer")
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that the engine took, computed there."""
@@ -334,16 +320,6 @@ class IdleEngine(Engine):
         """Reads ``named`` to its end, since its collectives need this rank."""
         for _ in named:
             pass
-
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Generator[Sample, None, None]:
-        """Yields nothing. Raises: ValueError when there are prompts."""
-        if prompts:
-            raise ValueError(
-                f"IdleEngine.stream: {len(prompts)} prompts, expected none on this rank"
-            )
-        yield from ()
 
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
         """Yields nothing. Raises: ValueError when there are trajectories."""

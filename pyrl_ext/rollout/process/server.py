@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
@@ -25,7 +25,7 @@ import torch
 from pyrl_ext.prompt import PromptImage
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.sender import recv, send
-from pyrl_ext.samples import Sample, Turn
+from pyrl_ext.samples import Sample, Sampling, Turn
 
 _PR_SET_PDEATHSIG = 1
 # Kinds of errors that the trainer gets as they are; others become a RuntimeError with their name.
@@ -47,12 +47,15 @@ class Call(NamedTuple):
 
 
 class NextTurns(NamedTuple):
-    """Further turns of an answer; None: none will come any more. It gets no reply.
+    """Further turns of an answer. It gets no reply.
 
-    Of a prompt's images, its first turn alone has the patches.
+    Args:
+        turns: of a prompt's images, its first turn alone has the patches
+        are_last: no more turns will come
     """
 
-    turns: list[Turn] | None
+    turns: list[Turn]
+    are_last: bool
 
 
 class Stop(NamedTuple):
@@ -152,8 +155,8 @@ class _Feed:
             message = self._inbox.next(NextTurns, Stop)
             if isinstance(message, Stop):
                 raise _Stopped
-            self._open = message.turns is not None
-            turns += map(self._with_images, message.turns or ())
+            self._open = not message.are_last
+            turns += map(self._with_images, message.turns)
         return turns if turns or self._open else None
 
     def fileno(self) -> int:
@@ -162,7 +165,9 @@ class _Feed:
     def _with_images(self, turn: Turn) -> Turn:
         prompt = turn.prompt
         images = self._images.setdefault(prompt.id, prompt.images)
-        return replace(turn, prompt=replace(prompt, images=images)) if images else turn
+        if images is prompt.images:
+            return turn
+        return replace(turn, prompt=replace(prompt, images=images))
 
 
 def serve(connection: Connection) -> None:
@@ -191,23 +196,16 @@ def serve(connection: Connection) -> None:
 
 
 def _call(engine: Engine, request: Call, connection: Connection, inbox: _Inbox) -> object:
-    arguments = request.arguments
-    if request.method == "answer":
-        limits, sampling = arguments
-        arguments = _Feed(inbox, **cast(dict[str, int], limits)), sampling
-    value = getattr(engine, request.method)(*arguments)
-    if request.method in ("stream", "answer"):
-        return _send_all(connection, value, inbox)
-    return value
-
-
-def _send_all(connection: Connection, stream: Generator[Sample, None, None], inbox: _Inbox) -> None:
-    """Sends samples as they finish, until the trainer sends `Stop`."""
-    with suppress(_Stopped), closing(stream) as samples:
+    if request.method != "answer":
+        return getattr(engine, request.method)(*request.arguments)
+    limits, sampling = cast(tuple[dict[str, int], Sampling], request.arguments)
+    # samples as they finish, until the trainer sends `Stop`
+    with suppress(_Stopped), closing(engine.answer(_Feed(inbox, **limits), sampling)) as samples:
         for sample in samples:
             send(connection, pack(sample))
             if inbox.stopped.is_set():
-                return
+                break
+    return None
 
 
 def end_with(parent: int) -> None:

@@ -112,7 +112,7 @@ class Canary:
         if [v for _, _, v in answer.versions] != [version]:
             raise ServerFailed(f"{server.address}: canary {answer.versions}, expected {version}")
         try:
-            self.model.check(request, answer)
+            self.model.check(answer)
         except ProtocolError as error:
             raise ServerFailed(f"{server.address}: canary with {error}") from error
         return answer

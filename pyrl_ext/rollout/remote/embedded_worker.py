@@ -90,7 +90,7 @@ class SamplingBatch(EngineRun):
         assert engine.version is not None
         rows = engine.max_num_seqs
         tokenizer = engine.tokenizer
-        super().__init__(engine.routed, engine.version, feed, sampling, "answer", rows, tokenizer)
+        super().__init__(engine.routed, engine.version, feed, sampling, rows, tokenizer)
         self.engine = engine
         self.open = False  # requests come through `put`
         self.jobs: dict[int, Job] = {}

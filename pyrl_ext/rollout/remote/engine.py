@@ -18,7 +18,6 @@ from torch import Tensor
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import (
-    AllAtOnce,
     Capabilities,
     Engine,
     TurnFeed,
@@ -34,7 +33,7 @@ from pyrl_ext.rollout.remote.router import Router, ServerState
 from pyrl_ext.rollout.remote.stream import Stream
 from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync
 from pyrl_ext.rollout.versions import newest
-from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
+from pyrl_ext.samples import Sample, Sampling, Turn, route_dtype
 
 
 class ServersEngine(Engine):
@@ -178,25 +177,13 @@ class ServersEngine(Engine):
 
     # samples -----------------------------------------------------------------------------------
 
-    def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Generator[Sample, None, None]:
-        """Draws `samples_per_prompt` responses to every prompt; yields them as they finish.
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
 
         Raises: RuntimeError when no weights were sent, or too few servers are left; Refused for a
             request that no server takes; ValueError for images and kept sets.
         """
-        yield from self._run(AllAtOnce(prompts, sampling), sampling, "stream")
-
-    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
-        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
-
-        Raises: as `stream`.
-        """
-        yield from self._run(feed, sampling, "answer")
-
-    def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
-        where = f"ServersEngine.{call}"
+        where = "ServersEngine.answer"
         require_weights(where, self.version, "no weights were sent yet")
         if sampling.sampling_mask:
             raise ValueError(f"{where}: kept sets, expected none: servers do not return them")

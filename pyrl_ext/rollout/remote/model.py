@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
+from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ServedModel:
         layers = plan.router_layers
         return cls(sizes.vocab_size, sizes.num_hidden_layers, layers, sizes.num_experts, sizes.topk)
 
-    def check(self, request: Request, answer: Answer) -> None:
+    def check(self, answer: Answer) -> None:
         """Raises: ProtocolError for tokens and routes that the model cannot have."""
         top = max(answer.token_ids, default=0)
         rows = answer.routes

@@ -17,7 +17,7 @@ from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, Protocol
 PROBE_S = 2.0  # between two questions to a server that is not used
 SHOWN = 8  # servers that a line names
 
-Check = Callable[[Request, Answer], None]
+Check = Callable[[Answer], None]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Router:
         publishes = self._publishes
         answer = await server.generate(asked, part)
         try:
-            self.check(asked, answer)
+            self.check(answer)
         except ProtocolError as error:
             raise ServerFailed(f"{where}: {error}") from error
         # a server that has new weights generates, while others still take them

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pyrl_ext.rollout.remote import protocol
@@ -21,6 +22,7 @@ ANSWER_TIMEOUT_S = 2.0  # for a server to name the reason why it left a transfer
 Pause = Literal["finish", "keep", "abort"]
 
 
+@dataclass(eq=False)
 class ServerUpdate:
     """One server's part in a weight sync.
 
@@ -34,21 +36,12 @@ class ServerUpdate:
         fetching: the call in which the server fetches the weights
     """
 
+    server: Server
+    version: int
+    timeout: float
+    failed: dict[str, str]
+    seconds: dict[str, float]
     fetching: asyncio.Task[dict[str, Any]] | None = None
-
-    def __init__(
-        self,
-        server: Server,
-        version: int,
-        timeout: float,
-        failed: dict[str, str],
-        seconds: dict[str, float],
-    ):
-        self.server = server
-        self.version = version
-        self.timeout = timeout
-        self.failed = failed
-        self.seconds = seconds
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""

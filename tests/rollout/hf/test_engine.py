@@ -311,7 +311,6 @@ def test_generate_refuses_non_finite_logits():
     [
         ([Prompt(4, ())], r"prompt 4\): 0 tokens"),
         ([Prompt(4, (5, 128))], r"prompt 4\): token id 128, expected 0 to 127"),
-        ([Prompt(4, (5,)), Prompt(4, (6,))], r"prompt 4\): id given twice"),
         ([Prompt(4, (5,) * 510)], r"510 tokens \+ max_new_tokens 3, expected at most 512"),
     ],
 )

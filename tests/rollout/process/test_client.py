@@ -286,7 +286,7 @@ def test_generate_names_a_process_that_was_killed(tmp_path: Path):
     assert not engine.capabilities.routes
     engine.log.write_text("".join(f"line {i}\n" for i in range(100)))
     threading.Timer(0.2, engine.process.kill).start()
-    with pytest.raises(RuntimeError, match=r"stream: .* was ended by SIGKILL") as caught:
+    with pytest.raises(RuntimeError, match=r"answer: .* was ended by SIGKILL") as caught:
         engine.generate(PROMPTS, Sampling(1, seed=9))
     with pytest.raises(RuntimeError, match=r"answer: .* was ended by SIGKILL"):
         list(engine.answer(ScriptedFeed([], lambda _: None), Sampling(1)))

@@ -27,7 +27,7 @@ from tests.helpers.http_engine import (
 )
 
 
-def nothing(request: Request, answer: Answer) -> None:
+def nothing(answer: Answer) -> None:
     """No check beyond the protocol's."""
 
 
@@ -36,7 +36,7 @@ async def route(
     engines: Sequence[HttpEngine],
     limit: int = 64,
     least: int = 1,
-    check: Callable[[Request, Answer], None] = nothing,
+    check: Callable[[Answer], None] = nothing,
     silence: float = 60.0,
 ) -> AsyncIterator[Router]:
     """A router over the servers, which have weights of version 1."""
@@ -159,7 +159,7 @@ async def test_router_gives_the_requests_of_a_failed_server_to_others(
 
 
 async def test_router_checks_answers_before_it_uses_them(engines: list[HttpEngine]):
-    def check(request: Request, answer: Answer) -> None:
+    def check(answer: Answer) -> None:
         if answer.request_id in {r.request_id for r in engines[2].asked}:
             raise ProtocolError("token 900, expected one of the vocabulary")
 
