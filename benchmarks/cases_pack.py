@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.end_to_end import batch_of, shard_at
+from benchmarks.end_to_end import batch_of, positions_of, shard_at
 from benchmarks.lengths import lognormal, uniform
 from benchmarks.measure import Case
 from benchmarks.per_sequence import TRAINERS
@@ -267,6 +267,7 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
         routes=torch.randint(EXPERTS, (total, LAYERS, TOP_K), generator=g, dtype=torch.uint8),
         layer_ids=tuple(layers),
     )
+    stored = vars(batch) | {"positions": positions_of(batch)}
     shard = shard_at(batch, range(len(lengths)), place)
 
     def set_up() -> list[Tensor]:
@@ -283,7 +284,7 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
         rows = Microbatch.of(shard, 0, place).rows
         real = rows >= 0
         at = rows.clamp(min=0)
-        fields = [torch.where(real, getattr(batch, name)[at], 0) for name in FIELDS]
+        fields = [torch.where(real, stored[name][at], 0) for name in FIELDS]
         spread = torch.arange(len(rows) * TOP_K).remainder(EXPERTS).view(-1, 1, TOP_K)
         routes = torch.where(real[:, None, None], batch.routes[at], spread)
         moved = [x.to(device) for x in (*fields, routes.transpose(0, 1).to(torch.uint8))]

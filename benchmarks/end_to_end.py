@@ -29,7 +29,6 @@ def batch_of(seqlens: Sequence[int], kind: type[Any] = Batch, **fields: Any) -> 
     defaults = {
         "tokens": torch.zeros(rows, dtype=torch.int64),
         "targets": torch.zeros(rows, dtype=torch.int64),
-        "positions": torch.cat([torch.arange(n) for n in seqlens]),
         "loss_mask": torch.ones(rows, dtype=torch.bool),
         "rollout_logprobs": torch.zeros(rows),
         "advantages": torch.zeros(rows),
@@ -40,9 +39,14 @@ def batch_of(seqlens: Sequence[int], kind: type[Any] = Batch, **fields: Any) -> 
     return kind(seqlens=tuple(seqlens), **defaults | fields)
 
 
+def positions_of(batch: Batch) -> torch.Tensor:
+    """[T] position of each row in its sample."""
+    return torch.cat([torch.arange(n) for n in batch.seqlens])
+
+
 def loss_tokens(batch: Batch, depth: int) -> np.ndarray:
     """[S] loss tokens that a row ``depth`` before them in the same sample can predict."""
-    counted = batch.loss_mask & (batch.positions >= depth)
+    counted = batch.loss_mask & (positions_of(batch) >= depth)
     return np.array([int(part.sum()) for part in counted.split(list(batch.seqlens))])
 
 

@@ -19,6 +19,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -192,7 +193,7 @@ def step_of(
             for norm in (RMSNorm, ResidualNorm) * (not fused):
                 stack.enter_context(patch.object(norm, "forward", torch.nn.RMSNorm.forward))
             old = passes.scores(policy, batch, schedule, True)
-            passes.update(policy, batch.with_(old_logprobs=old.logprobs), schedule, loss)
+            passes.update(policy, replace(batch, old_logprobs=old.logprobs), schedule, loss)
         return [old.logprobs]
 
     return run

@@ -307,7 +307,6 @@ def _batch(
         seqlens=tuple(seqlens),
         tokens=tokens[:-1],
         targets=tokens[1:],
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
         loss_mask=torch.rand(rows, generator=g) > 0.4,
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),
@@ -349,7 +348,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
             schedule = Scheduler(plan).schedule(batch.seqlens)
             probe.expect(batch, schedule, training=False, replay=plan.replay.old)
             old = passes.scores(policy, batch, schedule, plan.replay.old)
-            batch = batch.with_(old_logprobs=old.logprobs)
+            batch = replace(batch, old_logprobs=old.logprobs)
             probe.finish(decoder)
             assert policy.llm.replay.is_clear
             probe.expect(batch, schedule, training=True, replay=plan.replay.train)

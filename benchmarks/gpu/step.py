@@ -141,7 +141,6 @@ def batch_of(plan: Plan, rows: int) -> WholeBatch:
         seqlens=lengths,
         tokens=torch.randint(3, sizes.vocab_size, (count,), generator=g),
         targets=torch.randint(3, sizes.vocab_size, (count,), generator=g),
-        positions=torch.cat([torch.arange(n) for n in lengths]),
         loss_mask=torch.rand(count, generator=g) > 0.125,
         rollout_logprobs=torch.full((count,), -11.0),
         advantages=torch.randn(count, generator=g),

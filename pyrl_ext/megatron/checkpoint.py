@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.nn import Module
 
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.megatron.te import with_local_keys, without_states
 from pyrl_ext.parallel.atomic_write import find_damage, write_digests
+from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -151,8 +151,7 @@ def _free(path: Path) -> str:
 
 def _problems(problem: str | None, topo: Topology) -> list[str]:
     """``rank r: problem`` for every rank that has one. Communicates: one gather over the world."""
-    problems: list[Any] = [None] * topo.world_size
-    dist.all_gather_object(problems, problem)
+    problems = gather_objects(problem, topo.world)
     return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
 
 

@@ -11,9 +11,8 @@ row are about the input token; the loss mask, log-probs and advantages are about
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +21,6 @@ from torch import Tensor
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import Sample, route_dtype
-
-_PER_ROW = (
-    "tokens",
-    "targets",
-    "positions",
-    "loss_mask",
-    "rollout_logprobs",
-    "advantages",
-    "routes",
-    "route_mask",
-    "versions",
-)
 
 _ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
 
@@ -45,7 +32,6 @@ class Batch:
     Args:
         seqlens: rows of each sample, its tokens less one.
         tokens, targets: [T] int64, model input and the token to predict from it.
-        positions: [T] int64, counting from 0 in each sample.
         loss_mask: [T] bool, targets that the policy chose and is trained on.
         rollout_logprobs: [T] float32, of the target in the engine's distribution [nats].
         advantages: [T] float32, the sample's advantage on each of its rows.
@@ -60,7 +46,6 @@ class Batch:
     seqlens: tuple[int, ...]
     tokens: Tensor
     targets: Tensor
-    positions: Tensor
     loss_mask: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
@@ -70,15 +55,6 @@ class Batch:
     patches: Tensor | None = None
     kept: KeptSets | None = None
     versions: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        num_rows = sum(self.seqlens)
-        for name in _PER_ROW:
-            value = getattr(self, name)
-            if value is not None and value.shape[:1] != (num_rows,):
-                raise ValueError(
-                    f"Batch: {name} has shape {list(value.shape)}, expected {num_rows} rows"
-                )
 
     @classmethod
     def of(
@@ -131,7 +107,6 @@ class Batch:
             seqlens=seqlens,
             tokens=torch.cat([s.tokens[:-1] for s in samples]),
             targets=torch.cat([s.tokens[1:] for s in samples]),
-            positions=torch.cat([torch.arange(n, device=device) for n in seqlens]),
             loss_mask=torch.cat([s.loss_mask[1:] for s in samples]),
             rollout_logprobs=torch.cat([s.rollout_logprobs[1:] for s in samples]),
             advantages=advantages.to(device).repeat_interleave(counts),
@@ -176,10 +151,6 @@ class Batch:
         moved = rows + depth
         inside = (rows >= 0) & (moved < self.ends[rows.clamp(min=0)])
         return torch.where(inside, moved, -1)
-
-    def with_(self, **changed: Any) -> Batch:
-        """A copy with some fields replaced; the shapes are checked again."""
-        return replace(self, **changed)
 
 
 def _refuse(sample: Sample, what: str, expected: str, at: str = "") -> None:

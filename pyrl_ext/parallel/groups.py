@@ -83,22 +83,14 @@ class GroupMaker:
     def make(self, role: str, ranks: Sequence[int]) -> Any:
         """The group of ``ranks`` for ``role``; None on a rank that is not among them.
 
-        Raises: ValueError if the plan's list has other ranks for the role.
         Communicates: if the plan's list does not have it, at the first call with the other members,
         who call it as well, in one order of roles.
         """
         if dist.get_rank() not in ranks:
             return None
-        members = tuple(sorted(ranks))
-        listed = self._listed.get(role)
-        if listed is None:
-            return self._new(role, members, role)
-        if listed.ranks != members:
-            raise ValueError(
-                f"GroupMaker.make: {role!r} of ranks {list(members)}, expected those of the plan's "
-                f"list, {list(listed.ranks)} (plan/groups.py), of which memory is forecast"
-            )
-        return self.of(role)
+        if role in self._listed:
+            return self.of(role)
+        return self._new(role, sorted(ranks), role)
 
     def connect(self, device: torch.device) -> None:
         """Let NCCL make the communicators of the plan's list, all in one order.

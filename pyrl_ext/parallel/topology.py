@@ -106,16 +106,8 @@ class Topology:
         return self.dp_rank * self.cp_size + self.cp_rank
 
     def place(self, cp_size: int | None = None) -> RankCoords:
-        """This rank's place in a microbatch that ``cp_size`` ranks share; None: as the plan says.
-
-        Raises: ValueError for a size without process groups.
-        """
+        """This rank's place in a microbatch of ``cp_size`` ranks; None: as the plan says."""
         size = self.cp_size if cp_size is None else cp_size
-        if size not in self.cp_groups:
-            raise ValueError(
-                f"Topology.place: cp_size is {size}, expected one of {sorted(self.cp_groups)} "
-                "(parallel.cp to parallel.dynamic_cp), the sizes of this rank's process groups"
-            )
         return RankCoords(
             cp_size=size,
             cp_rank=self.grid_rank % size,
@@ -237,8 +229,6 @@ def _topology(
         for grid in plan.grids.values()
         if rank in grid.ranks
     ]
-    if not places:
-        raise RuntimeError(f"topology: rank {rank} is in no grid of {plan.grids}, expected one")
     first, *colocated = places
     adopt(first.groups, first.vpp_size, plan.model.fp8 is not None)
     return replace(first, colocated={topo.module: topo for topo in colocated})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B"]
@@ -30,14 +30,8 @@ def order(
     backward passes alternate. Interleaved: chunks change after every pp microbatches, and the
     warm-up is two passes for each later rank, plus pp microbatches of all chunks but one.
 
-    Raises:
-        ValueError: vpp is above 1 and microbatches are no multiple of pp; the trainer pads them.
+    With vpp above 1 microbatches are a multiple of pp: the trainer pads them.
     """
-    if vpp > 1 and microbatches % pp:
-        raise ValueError(
-            f"order: {microbatches} microbatches, expected a multiple of pp {pp}; an interleaved "
-            "schedule runs pp microbatches of a chunk at a time"
-        )
     rounds = range(0, microbatches, pp)
     passes = [
         (chunk, number)
@@ -57,15 +51,14 @@ def order(
     return passes_in_order
 
 
-def ahead_of(pp: int, vpp: int | None, beyond: int = 0) -> int:
+def ahead_of(pp: int, vpp: int | None) -> int:
     """Number of microbatches that the first chunk takes before the gradient of its first one.
 
     Args:
         pp, vpp: pipeline ranks, and model chunks of each; None: no interleaved schedule.
-        beyond: the same number for the modules that this one feeds.
     """
     if vpp is None:
-        return pp + beyond
+        return pp
     passes = 2 * (pp - 1) + 2 * (vpp - 1) * pp + 1
     rounds, rest = divmod(passes, pp * vpp)  # pp microbatches to each chunk in turn
     return rounds * pp + min(rest, pp)
@@ -180,10 +173,3 @@ def _longer(duration: Duration, more: Duration) -> Duration:
         all_chunks(rank, chunk, microbatch)
         + (first(rank, chunk, microbatch) if rank == chunk == 0 else 0.0)
     )
-
-
-def bubble_share(slots: Sequence[PipelineSlot]) -> float:
-    """Share of time that ranks wait, until the last one has finished."""
-    ranks = {slot.rank for slot in slots}
-    end = max(slot.end for slot in slots)
-    return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * end)

@@ -32,7 +32,6 @@ def drawn(lengths: Sequence[int]) -> WholeBatch:
         seqlens=tuple(lengths),
         tokens=tokens[:-1],
         targets=tokens[1:],
-        positions=torch.cat([torch.arange(n) for n in lengths]),
         loss_mask=torch.rand(rows, generator=g) > 0.2,
         rollout_logprobs=logprobs(),
         advantages=torch.zeros(rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def step(
 ) -> tuple[Scores, dict[str, float]]:
     """The scores of a whole batch, and an update by the plan's objective to which they are old."""
     old = scores(policy, batch, schedule, replay)
-    known = batch.with_(old_logprobs=old.logprobs)
+    known = replace(batch, old_logprobs=old.logprobs)
     return old, update(policy, known, schedule, build_loss(policy.plan.objective))
 
 
@@ -108,4 +108,4 @@ def select(batch: Batch, ids: Sequence[int]) -> Batch:
     starts = batch.starts
     rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in ids])
     fields = {n: x[rows] for n in vars(batch) if isinstance(x := getattr(batch, n), Tensor)}
-    return batch.with_(seqlens=tuple(batch.seqlens[i] for i in ids), **fields)
+    return replace(batch, seqlens=tuple(batch.seqlens[i] for i in ids), **fields)

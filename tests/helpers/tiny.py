@@ -86,7 +86,6 @@ def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> Who
         seqlens=seqlens,
         tokens=torch.randint(3, 128, (rows,), generator=g),
         targets=torch.randint(3, 128, (rows,), generator=g),
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
         loss_mask=torch.rand(rows, generator=g) > 0.4,
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import traceback
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -67,7 +68,7 @@ def plan_of(folder, *overrides):
 def step(policy):
     """One update on the same rows in every layout."""
     batch = random_batch()
-    batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
+    batch = replace(batch, tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
     schedule = Scheduler(policy.plan).schedule(batch.seqlens)
     _, metrics = passes.step(policy, batch, schedule)
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}

@@ -1,5 +1,6 @@
 """Tokens to the rows of their experts and back, against megatron's permutation."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -123,7 +124,7 @@ def two_passes(policy: Policy, unrouted: float) -> Passes:
     schedule = plan_microbatches(batch.seqlens, *sizes)
     with patch.object(cpu._Ordered, "synchronize", autospec=True) as waits:
         scores = passes.scores(policy, batch, schedule)
-        weighed = passes.weighed(policy, batch.with_(old_logprobs=scores.logprobs), schedule)
+        weighed = passes.weighed(policy, replace(batch, old_logprobs=scores.logprobs), schedule)
         metrics = policy.accumulate(weighed, build_loss(plan.objective))
     return Passes(scores, metrics, dict(policy.gradients()), waits.call_count)
 

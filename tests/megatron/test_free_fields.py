@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -150,7 +151,7 @@ def train_step(plan: Plan) -> Outcome:
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = Scheduler(plan).schedule(batch.seqlens)
         old = passes.scores(policy, batch, schedule)
-        batch = batch.with_(old_logprobs=old.logprobs)
+        batch = replace(batch, old_logprobs=old.logprobs)
         metrics = passes.accumulate(policy, batch, schedule, loss)
         grads = parity.gradients(policy)
         metrics |= policy.step_optimizer()

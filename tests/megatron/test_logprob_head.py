@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from math import isfinite
 
@@ -86,7 +87,7 @@ def one_pass(plan):
             policy.topo.cp_size,
         )
         scores = passes.scores(policy, batch, schedule)
-        batch = batch.with_(old_logprobs=scores.logprobs)
+        batch = replace(batch, old_logprobs=scores.logprobs)
         metrics = passes.accumulate(policy, batch, schedule, build_loss(plan.objective))
         return scores, metrics, {n: t.clone() for n, t in policy.gradients()}
 

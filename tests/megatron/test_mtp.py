@@ -70,7 +70,7 @@ def test_MultiTokenGPT_equals_megatrons_own(folder):
     plan = compiled("glm mtp", folder, ("objective.mtp_detach=false",))
     with passes.built(plan) as policy:
         batch = passes.select(parity.batches(plan, mtp_routes=False)[0], [3])
-        batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+        batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
         rows = len(batch.tokens)
         layers = plan.num_mtp_layers
         model: Any = policy.llm.models[0]

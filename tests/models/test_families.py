@@ -315,7 +315,7 @@ def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path, hf, more, names,
     plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
     batch = random_batch(9)
     batch = passes.select(batch, [batch.seqlens.index(max(batch.seqlens))])
-    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     with passes.built(plan) as policy:
         model: Any = policy.llm.models[0]
         with torch.no_grad():

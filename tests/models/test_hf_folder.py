@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_written_config_describes_the_checkpoint(tmp_path):
 def test_save_checkpoint_hf_writes_what_transformers_loads(models, tmp_path, name):
     """Without a missing or unexpected name; its log-probs are megatron's, as is the tokenizer."""
     batch = random_batch(9)
-    batch = batch.with_(tokens=batch.tokens % 125, targets=batch.targets % 125)
+    batch = replace(batch, tokens=batch.tokens % 125, targets=batch.targets % 125)
     plan = plan_of(models / name, *COMMON)
     with passes.built(plan, trainable=False) as policy:
         ours = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)

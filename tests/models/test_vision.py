@@ -71,7 +71,6 @@ def batch_of() -> tuple[Batch, Images]:
         seqlens=seqlens,
         tokens=rows,
         targets=rows,
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
         loss_mask=torch.ones(len(rows), dtype=torch.bool),
         rollout_logprobs=torch.zeros(len(rows)),
         advantages=torch.zeros(len(rows)),

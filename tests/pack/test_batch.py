@@ -32,7 +32,6 @@ def test_of_shifts_the_tokens(num_experts):
         for t in range(sample.tokens.numel() - 1):
             assert batch.tokens[row] == sample.tokens[t]
             assert batch.targets[row] == sample.tokens[t + 1]
-            assert batch.positions[row] == t
             assert batch.loss_mask[row] == (t + 1 >= sample.prompt_len)
             assert batch.rollout_logprobs[row] == sample.rollout_logprobs[t + 1]
             assert batch.advantages[row] == s
@@ -157,12 +156,6 @@ def test_of_checks_the_layers_and_topk_it_is_given():
 def test_of_refuses_ids_of_another_type():
     with pytest.raises(ValueError, match=r"routes are torch.uint8, expected torch.uint16 for 300"):
         of(make_samples(), num_experts=300)
-
-
-def test_batch_refuses_fields_of_another_length():
-    batch = of(make_samples())
-    with pytest.raises(ValueError, match=r"advantages has shape \[3\], expected \d+ rows"):
-        batch.with_(advantages=torch.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

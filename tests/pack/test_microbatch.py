@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.end_to_end import index_of, microbatch, shard_at
+from benchmarks.end_to_end import index_of, microbatch, positions_of, shard_at
 from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import RowExchange, columns_of
@@ -42,7 +42,7 @@ def test_of_takes_the_rows_of_its_place(place, tile_rows):
     routes = batch.routes
     assert routes is not None
     if tile_rows > 1:  # and ids of two bytes
-        batch = batch.with_(routes=routes.to(torch.uint16))
+        batch = replace(batch, routes=routes.to(torch.uint16))
     shard = shard_at(batch, ids, place, tile_rows=tile_rows)
     micro = Microbatch.of(shard, 0, place)
     rows = micro.rows
@@ -55,8 +55,9 @@ def test_of_takes_the_rows_of_its_place(place, tile_rows):
     assert torch.equal(micro.at_router >= 0, of_router >= 0)
     taken = shard.columns["routes"].int()[micro.at_router[of_router >= 0]]
     assert torch.equal(taken, routes.int()[of_router[of_router >= 0]])
-    for name in ("tokens", "targets", "positions"):
-        want = torch.where(rows >= 0, getattr(batch, name)[rows.clamp(min=0)], 0)
+    known = {"tokens": batch.tokens, "targets": batch.targets, "positions": positions_of(batch)}
+    for name, column in known.items():
+        want = torch.where(rows >= 0, column[rows.clamp(min=0)], 0)
         assert torch.equal(getattr(micro, name), want)
     assert micro.inputs is not None
     assert torch.equal(micro.inputs.loss_mask, (rows >= 0) & batch.loss_mask[rows.clamp(min=0)])
@@ -89,10 +90,11 @@ def shard_on_its_way(batch: WholeBatch, place: RankCoords) -> tuple[BatchShard, 
 
 def ahead(batch: WholeBatch, name: str, rows: torch.Tensor, depth: int) -> torch.Tensor:
     """Column ``name`` of the row ``depth`` further in the same sample, 0 where there is none."""
+    positions = positions_of(batch)
     return torch.tensor(
         [
             getattr(batch, name)[r + depth].item()
-            if r >= 0 and int(batch.positions[r + depth : r + depth + 1].sum()) >= depth
+            if r >= 0 and int(positions[r + depth : r + depth + 1].sum()) >= depth
             else 0
             for r in rows.tolist()
         ]
@@ -229,7 +231,7 @@ def test_of_gives_means_over_sequences_whose_rows_two_ranks_share():
 def test_of_no_samples_is_padding_alone(place):
     """The rank takes part in collectives, and computes no row of the batch."""
     batch = random_batch(2)
-    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     micro = microbatch(batch, (), place, depths=2)
     assert len(micro.rows) == micro.layout.num_local > 0
     assert (micro.rows == -1).all() and (micro.at_router == -1).all()

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
                 refuses(policy, batch, schedule)
                 assert policy.onload() == sum(freed.values())
             old = passes.scores(policy, batch, schedule).logprobs
-            ready = batch.with_(old_logprobs=old)
+            ready = replace(batch, old_logprobs=old)
             found.append(passes.update(policy, ready, schedule, build_loss(plan.objective)))
         found += [(name, tensor.clone()) for name, tensor in policy.weights()]
         sizes = {"weights": sum(t.nbytes for t in policy.llm.named_parameters().values())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,8 +292,7 @@ def equal_samples(count: int, rows: int) -> Batch:
     long = random_batch(4 * count * 24 // rows, unrouted=0.0)
     cut = {f.name: getattr(long, f.name) for f in fields(long)}
     cut = {n: x[: count * rows] for n, x in cut.items() if isinstance(x, Tensor)}
-    cut |= {"positions": torch.arange(rows).repeat(count)}
-    return long.with_(seqlens=(rows,) * count, **cut)
+    return replace(long, seqlens=(rows,) * count, **cut)
 
 
 def as_trained() -> None:

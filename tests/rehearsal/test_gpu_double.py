@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -164,7 +165,7 @@ def trained(
     found: list[Any] = [len(schedule)]
     old = passes.scores(policy, batch, schedule).logprobs
     found.append(old)
-    ready = batch.with_(old_logprobs=old)
+    ready = replace(batch, old_logprobs=old)
     for _ in range(number):
         if between is not None:
             between(policy)
@@ -352,7 +353,7 @@ def bytes_of_a_step(*overrides: str) -> None:
         batch = random_batch()
         policy = Policy.build(plan, topo)
         schedule = plan_microbatches(batch.seqlens, topo.dp_size, 4096, plan.row_alignment)
-        ready = batch.with_(old_logprobs=batch.rollout_logprobs)
+        ready = replace(batch, old_logprobs=batch.rollout_logprobs)
         with LEDGER.phase("update"):
             passes.update(policy, ready, schedule, build_loss(plan.objective))
         parts = {

@@ -1,5 +1,7 @@
 """RoutedExperts: the rows and layers of a rank, as a plain loop takes them; padding is spread."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ BATCH = random_batch(3, unrouted=0.0)
 def routes_of(rows, layers, missing=(), device="cpu"):
     mask = torch.tensor([row not in missing for row in range(len(BATCH.tokens))])
     upload = Upload(torch.device(device))
-    batch = BATCH.with_(route_mask=mask)
+    batch = replace(BATCH, route_mask=mask)
     shard = shard_at(batch, range(3), RankCoords())
     routes = RoutedExperts.of(shard, torch.tensor(rows), layers, EXPERTS, TOPK, upload)
     upload.arrive()

@@ -1,6 +1,7 @@
 """The experts a router uses are the experts the samples say, in every pass and also recomputed."""
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -73,7 +74,7 @@ def test_use_forces_the_given_ids(recompute):
     with passes.built(plan) as policy:
         probe = Probe(policy)
         schedule = plan_microbatches(batch.seqlens, 1, 64)
-        batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+        batch = replace(batch, old_logprobs=torch.zeros(len(batch.tokens)))
         passes.update(policy, batch, schedule, build_loss(plan.objective))
         micros = [
             microbatch(batch, g.samples, policy.topo.place()) for (g,) in schedule.microbatches
@@ -192,12 +193,12 @@ def test_agreement_counts_what_the_router_would_have_chosen():
         order = microbatch(batch, schedule.samples, policy.topo.place()).rows
         routes = torch.empty_like(batch.routes)
         routes[order] = own.to(torch.uint8)
-        own_scores = passes.scores(policy, batch.with_(routes=routes), schedule)
+        own_scores = passes.scores(policy, replace(batch, routes=routes), schedule)
         half = routes.clone()
         wrong = torch.arange(EXPERTS, dtype=torch.uint8)[:, None, None, None] == routes
         free = (~wrong.any(-1)).int().argmax(0).to(torch.uint8)  # an expert not chosen
         half[:, 0, 1] = free[:, 0]
-        half_scores = passes.scores(policy, batch.with_(routes=half), schedule)
+        half_scores = passes.scores(policy, replace(batch, routes=half), schedule)
     rows = len(batch.tokens)
     assert own_scores.agreement == {layer: (rows, rows, rows) for layer in LAYERS}
     assert half_scores.agreement[1] == (rows / 2, 0, rows)
@@ -206,7 +207,7 @@ def test_agreement_counts_what_the_router_would_have_chosen():
 def test_use_keeps_the_gradient_of_the_gate():
     plan = tiny_plan()
     batch = random_batch(8, unrouted=0.0)
-    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    batch = replace(batch, old_logprobs=torch.zeros(len(batch.tokens)))
     with passes.built(plan) as policy:
         before = {n: t.clone() for n, t in policy.weights() if n.endswith("mlp.gate.weight")}
         passes.update(
@@ -221,7 +222,7 @@ def test_use_keeps_the_gradient_of_the_gate():
 def test_session_leaves_no_state_after_an_exception():
     plan = tiny_plan("model.recompute=full")
     batch = random_batch(8)
-    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    batch = replace(batch, old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 64)
 
     def fails(logprobs, entropy, inputs):
@@ -243,13 +244,13 @@ def test_prepare_refuses_missing_layers():
     batch = random_batch(4)
     with passes.built(plan) as policy:
         assert batch.routes is not None
-        batch = batch.with_(routes=batch.routes[:, :2], layer_ids=LAYERS[:2])
+        batch = replace(batch, routes=batch.routes[:, :2], layer_ids=LAYERS[:2])
         with pytest.raises(ValueError, match=r"layers \[3\] have a router but no routes"):
             passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 128))
         with pytest.raises(ValueError, match="samples carry no routes"):
             passes.scores(
                 policy,
-                batch.with_(routes=None),
+                replace(batch, routes=None),
                 plan_microbatches(batch.seqlens, 1, 128),
                 replay=True,
             )

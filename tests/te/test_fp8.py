@@ -1,5 +1,7 @@
 """Products in 8 bits by TransformerEngine's reference quantizers: rows, replay, weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def one_step(*overrides, config=CONFIG):
         probe.expect(batch, schedule, training=False)
         scores = passes.scores(policy, batch, schedule)
         probe.finish(policy.llm.replay.layers)
-        ready = batch.with_(old_logprobs=scores.logprobs)
+        ready = replace(batch, old_logprobs=scores.logprobs)
         probe.expect(batch, schedule, training=True)
         metrics = passes.accumulate(policy, ready, schedule, build_loss(plan.objective))
         probe.finish(policy.llm.replay.layers)

@@ -90,7 +90,6 @@ def batch_of(example: Lengths) -> WholeBatch:
         seqlens=seqlens,
         tokens=tokens[:-1],
         targets=tokens[1:],
-        positions=torch.cat([torch.arange(n) for n in seqlens]),
         loss_mask=torch.cat(trained),
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),

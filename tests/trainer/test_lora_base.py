@@ -1,6 +1,7 @@
 """The base under adapters: it is the reference policy, serves several adapters, and in bfloat16."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_adapters_in_bfloat16_have_the_gradients_of_float32():
             draw_b(policy.llm)
             schedule = plan_microbatches(batch.seqlens, 1, 128, plan.row_alignment)
             old = passes.scores(policy, batch, schedule).logprobs
-            known = batch.with_(old_logprobs=old)
+            known = replace(batch, old_logprobs=old)
             passes.accumulate(policy, known, schedule, build_loss(plan.objective))
             gradient = torch.cat([g.flatten() for g in gradients(policy.llm).values()]).double()
             found.append((gradient, train(policy, 5, 0)[0] - old))

@@ -2,6 +2,7 @@
 leaves behind, and that each fix of megatron-core is needed."""
 
 from collections import deque
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -105,7 +106,7 @@ def gradients_by_split(folder, overrides):
             schedule = deal(len(batch.seqlens), policy.topo.dp_size, split, policy.topo.cp_size)
             scores = passes.scores(reference, batch, schedule).logprobs
             policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
-            ready = batch.with_(old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
+            ready = replace(batch, old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
             metrics = passes.accumulate(policy, ready, schedule, loss)
             found[split] = metrics, {n: t.clone() for n, t in policy.gradients()}
     return found

@@ -1,5 +1,7 @@
 """Losses of an update: the MTP loss is a mean over depths; what is not finite is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     """The last depth's final norm sees its own loss alone: ``mtp_coef / depths`` of its mean."""
     plan = compiled("glm mtp 2", tmp_path)
     batch = batches(plan, mtp_routes=True)[0]
-    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    batch = replace(batch, old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     tokens = [int(loss_tokens(batch, depth).sum()) for depth in (1, 2)]
     with passes.built(plan) as policy:
@@ -42,7 +44,7 @@ def tiny_update(loss):
     """An update of the tiny model with ``loss``; (error, whether weights moved, finished ones)."""
     plan = tiny_plan()
     batch = random_batch(6)
-    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    batch = replace(batch, old_logprobs=torch.zeros(len(batch.tokens)))
     with passes.built(plan) as policy:
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         with pytest.raises(FloatingPointError) as error:

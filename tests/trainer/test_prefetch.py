@@ -1,8 +1,11 @@
 """Prefetch: each microbatch once and one ahead at most; a rank takes only the routes it needs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from benchmarks.end_to_end import positions_of
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
@@ -35,11 +38,12 @@ def test_microbatches_come_once_and_one_ahead_at_most():
     assert len(taken) == len(prefetch) == len(schedule)
     rows = torch.cat([micro.rows for micro in taken])
     assert sorted(rows[rows >= 0].tolist()) == list(range(len(batch.tokens)))
+    known = {"tokens": batch.tokens, "targets": batch.targets, "positions": positions_of(batch)}
     for micro in taken:
         real = micro.rows >= 0
-        for name in ("tokens", "targets", "positions"):
+        for name, column in known.items():
             field = getattr(micro, name)
-            assert torch.equal(field[real], getattr(batch, name)[micro.rows[real]])
+            assert torch.equal(field[real], column[micro.rows[real]])
             assert not field[~real].any()
 
 
@@ -73,7 +77,7 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
     small = {"n_routed_experts": experts, "num_hidden_layers": 2, "moe_intermediate_size": 8}
     small["mlp_layer_types"] = ["dense", "sparse"]
     plan = tiny_plan(write_sizes(tmp_path, hf_of() | small))
-    batch = random_batch(3).with_(routes=None, layer_ids=())
+    batch = replace(random_batch(3), routes=None, layer_ids=())
     with passes.built(plan) as policy:
         schedule = schedule_of([range(3)], [()])
         prefetch = passes.prefetch(policy, batch, schedule, replayed=False)
@@ -96,7 +100,7 @@ def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytes
         for upload in (prefetch.Upload, LateUpload):
             monkeypatch.setattr(prefetch, "Upload", upload)
             scores = passes.scores(policy, batch, schedule)
-            weighed = passes.weighed(policy, batch.with_(old_logprobs=scores.logprobs), schedule)
+            weighed = passes.weighed(policy, replace(batch, old_logprobs=scores.logprobs), schedule)
             metrics = policy.accumulate(weighed, build_loss(plan.objective))
             found.append((scores, metrics, dict(policy.gradients())))
     (scores, metrics, gradients), (late_scores, late_metrics, late_gradients) = found

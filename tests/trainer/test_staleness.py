@@ -1,5 +1,7 @@
 """Metrics by the age of tokens: each age that may be trained has its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_by_age_tells_carried_groups_from_others():
     batch = random_batch(9)
     plan = plan.model_copy(update={"rollout": plan.rollout.model_copy(update={"ahead": 1})})
     ages = torch.arange(len(batch.tokens)) % 3
-    batch = batch.with_(versions=(step - ages).int())
+    batch = replace(batch, versions=(step - ages).int())
     index = index_of(batch)
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:

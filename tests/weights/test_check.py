@@ -311,7 +311,7 @@ def test_check_batch_names_the_tensor_or_the_layer(parts: Parts):
 def test_check_batch_averages_over_loss_tokens_alone(parts: Parts):
     """Rows of the prompts, which have no log-probs, must not dilute the mean."""
     batch = random_batch(9)
-    batch = batch.with_(loss_mask=torch.arange(len(batch.tokens)) % 10 == 0)
+    batch = replace(batch, loss_mask=torch.arange(len(batch.tokens)) % 10 == 0)
     off = batch.rollout_logprobs + torch.where(batch.loss_mask, 0.2, 9.0)
 
     shard = shard_at(batch, range(9), RankCoords())
@@ -325,7 +325,7 @@ def test_check_batch_compares_tokens_of_this_version_alone(parts: Parts):
     """Tokens of older weights differ rightly; where all are older there is nothing to compare."""
     batch = random_batch(9)
     of_now = torch.arange(len(batch.tokens)) % 2 == 0
-    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask), versions=2 + of_now.int())
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask), versions=2 + of_now.int())
     off = batch.rollout_logprobs + torch.where(of_now, 0.2, 9.0)
 
     shard = shard_at(batch, range(9), RankCoords())
