@@ -329,4 +329,3 @@ def test_HFEngine_refuses_bad_arguments():
 def test_capabilities_follow_the_model():
     assert HFEngine(GLM).capabilities.routes
     assert not HFEngine(DENSE).capabilities.routes
-    assert "processed" in HFEngine(GLM).capabilities.logprobs
