@@ -18,8 +18,9 @@ _STDOUT = 1
 
 # command -> (module with a `main`, what it does)
 COMMANDS = {
+    "init": ("pyrl_ext.tools.init", "write the config of a run from a model's name"),
     "plan": ("pyrl_ext.plan.__main__", "check a config and show its plan"),
-    "train": ("pyrl_ext.train", "run a config"),
+    "train": ("pyrl_ext.tools.train", "run a config, or a model with the config made for it"),
     "serve": (
         "pyrl_ext.train.serve",
         "start the inference servers of this host and keep them running",

@@ -12,6 +12,7 @@ from pyrl_ext.parallel.launch import launched
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.waiting import NotYet, announced, say_nothing, say_on_stderr, wait_for
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.language.hf_hub import reason
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -83,19 +84,5 @@ def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
                     name, allow_patterns=patterns, ignore_patterns="*/*"
                 )
         except Exception as error:  # also what its network library raises
-            return {"problem": f"model.{' and '.join(keys)}: {name}: {_reason(error)}"}
+            return {"problem": f"model.{' and '.join(keys)}: {name}: {reason(error)}"}
     return folders
-
-
-def _reason(error: Exception) -> str:
-    """The reason for a message, with the remedy."""
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return "its owner asks for consent, expected a token with it. Give it, and set HF_TOKEN"
-    if isinstance(error, RepositoryNotFoundError):
-        return "the hub has no such model, or not for this token. Correct the id, or set HF_TOKEN"
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    if isinstance(error.__cause__, OfflineModeIsEnabled):
-        reason = "HF_HUB_OFFLINE is set and it is not whole in the hub's cache"
-    return f"{reason}, expected to reach the hub. Download it elsewhere and name the folder"

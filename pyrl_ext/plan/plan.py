@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pyrl_ext.plan.json_text import flatten, json_text
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
 from pyrl_ext.plan.language.fields import section_of
+from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
@@ -328,8 +329,10 @@ class Plan(Config):
 
     @property
     def config_path(self) -> str:
-        """Absolute path of the HF config.json."""
-        return self.resolve(self.model.config)
+        """Absolute path of the HF config.json; of a hub id, see `config_of`."""
+        config = self.model.config
+        found = config_of(config).path if self.is_hub_id(config) else ""
+        return found or self.resolve(config)
 
     @property
     def tokenizer_path(self) -> str | None:

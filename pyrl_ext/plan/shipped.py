@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _SUFFIX = ".yaml"
+_MODEL = re.compile(r"^  config: (\S+)$.*?^  weights: ([\w.-]+/[\w.-]+)$", re.MULTILINE | re.DOTALL)
 
 
 def shipped_folder() -> Path:
@@ -44,13 +48,48 @@ def first_sentence(file: Path) -> str:
     return re.split(r"(?<=\.) ", " ".join(paragraph))[0]
 
 
+class ShippedModel(NamedTuple):
+    """A model of the hub whose sizes come with the package."""
+
+    hub_id: str
+    config: str
+    """Name of the shipped config that trains it."""
+    sizes: Path
+    """Its config.json."""
+
+
+@cache
+def shipped_models() -> dict[str, ShippedModel]:
+    """By hub id, the models that shipped configs train."""
+    found: dict[str, ShippedModel] = {}
+    for name in config_names():
+        file = config_file(name)
+        if match := _MODEL.search(file.read_text(encoding="utf-8")):
+            model = ShippedModel(match[2], name, file.parent / match[1])
+            found.setdefault(model.hub_id, model)
+    return found
+
+
+def meant(path: str) -> str:
+    """The file of the shipped config that is named in place of a file, or else `path`."""
+    name = config_name(path)
+    if Path(path).exists() or name not in config_names() or _near_file(path):
+        return path
+    return str(config_file(name))
+
+
 def hint(path: str) -> str:
     """What to do about a config that is no file: the file or the shipped config that was meant, as
     a sentence; "" if there is none."""
-    name = config_name(path)
-    for near in (f"{path}{_SUFFIX}", f"configs/{name}{_SUFFIX}"):
+    if near := _near_file(path):
+        return f". Did you mean {near}?"
+    close = difflib.get_close_matches(config_name(path), config_names(), n=3)
+    return f". Shipped configs with a name like this: {', '.join(close)}" if close else ""
+
+
+def _near_file(path: str) -> str | None:
+    """The file that a name without its folder or suffix means."""
+    for near in (f"{path}{_SUFFIX}", f"configs/{config_name(path)}{_SUFFIX}"):
         if near != path and Path(near).is_file():
-            return f". Did you mean {near}?"
-    if name in config_names():
-        return f". `pyrl configs --copy {name}` writes the config of that name to configs/"
-    return ""
+            return near
+    return None

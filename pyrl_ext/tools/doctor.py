@@ -100,7 +100,7 @@ def read_facts() -> Facts:
         "plans": _probe(_plans),
         "vllm": _probe(_vllm),
         "extension": _probe(_extension),
-        "gpus": _gpus(),
+        "gpus": gpus_here(),
     }
 
 
@@ -158,7 +158,7 @@ def _extension() -> Facts:
     return {"isa": C.auto_isa(), "cuda": hasattr(C, "gather_rows_cuda")}
 
 
-def _gpus() -> list[Facts]:
+def gpus_here() -> list[Facts]:
     """GPUs by nvidia-smi, which needs no torch."""
     query = "--query-gpu=name,memory.total,compute_cap,driver_version"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]

@@ -36,7 +36,9 @@ def test_compile_plan_takes_a_model_from_one_folder(folder: Path):
     assert model_of(path) == ("glm4_moe_lite", "model/config.json", "model", "model")
     assert model_of(path, "model.weights=null")[2:] == ("model", None)
     other = ("qwen3_moe", "other/config.json", "other", "other")
-    assert model_of(path, "model.path=other") == other
+    assert model_of(path, "model.path=other") == model_of(path, "model=other") == other
+    path.write_text(path.read_text().replace("model: {path: model}", "model: other"))
+    assert model_of(path) == other
     for order in (
         ("model.path=other", "model.weights=null"),
         ("model.weights=null", "model.path=other"),
@@ -75,6 +77,8 @@ def test_compile_plan_lays_a_folder_over_the_keys_of_a_parent(folder: Path):
     child = folder / "below/child.yaml"
     child.write_text("extends: ../first.yaml\nmodel: {path: ../other}\n")
     assert model_of(child) == ("qwen3_moe", "../other/config.json", "../other", "../other")
+    child.write_text("extends: ../first.yaml\nmodel: ../other\n")
+    assert model_of(child)[1:] == ("../other/config.json", "../other", "../other")
     child.write_text("extends: ../first.yaml\nmodel: {tokenizer: owner/name}\n")
     assert model_of(child) == ("glm4_moe_lite", "../model/config.json", "owner/name", "../model")
 
@@ -108,10 +112,10 @@ def test_compile_plan_takes_a_first_config_of_six_lines(folder: Path):
 def test_compile_plan_refuses_a_folder_without_a_model(folder: Path):
     path = folder / "first.yaml"
     rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
-    what = "'owner/name': no config.json with a model_type"
-    path.write_text(path.read_text().replace("{path: model}", "{path: owner/name}"))
+    what = "'nowhere': no config.json with a model_type"
+    path.write_text(path.read_text().replace("{path: model}", "{path: nowhere}"))
     assert problems_of(path) == [f"{path}:3: model.path: {what}, {rule}"]
-    override = "command line: model.path=owner/name"
-    assert problems_of(path, "model.path=owner/name") == [f"{override}: {what}, {rule}"]
+    override = "command line: model.path=nowhere"
+    assert problems_of(path, "model.path=nowhere") == [f"{override}: {what}, {rule}"]
     (folder / "model/model.safetensors").unlink()
     assert problems_of(path, "model.path=model")[0].startswith(f"{path}:3: model.weights: ")

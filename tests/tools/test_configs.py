@@ -109,15 +109,23 @@ def test_configs_refuses_an_unknown_name(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("text", ["glm47", "glm47.yaml", "configs/glm47.yaml", "./glm47.yaml"])
-def test_plan_of_a_name_without_a_file_says_how_to_copy_it(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_plan_of_a_name_without_a_file_is_of_the_shipped_config(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert config_name(text) == "glm47"
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", text]) == 2
+    assert compile_plan(text).source == str(config_file("glm47"))
+    assert main(["plan", text]) == 0
+
+
+def test_plan_of_an_unknown_name_lists_near_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "glm48"]) == 2
     assert capsys.readouterr().err == (
-        f"{text}: No such file or directory, expected a YAML file. `pyrl configs --copy glm47` "
-        "writes the config of that name to configs/\n"
+        "glm48: No such file or directory, expected a YAML file. Shipped configs with a name like "
+        "this: glm47\n"
     )
 
 

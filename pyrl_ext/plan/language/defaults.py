@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pyrl_ext.plan.language.errors import Key, show
+from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.kind import has_rollouts
+from pyrl_ext.plan.language.paths import is_hub_id, path_beside, relative
 from pyrl_ext.plan.language.yaml_tree import Source
 
 FILLED: dict[Key, str] = {
@@ -26,8 +28,8 @@ def fill(source: Source) -> None:
         source.notes.append(f"run is left out: the run folder is runs/{name}")
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(path := model.get("path"), str):
-        rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
-        source.fail(("model", "path"), f"{show(path)}: no config.json with a model_type, {rule}")
+        shown = relative(path) if Path(path).is_absolute() else path
+        source.fail(("model", "path"), f"{show(shown)}: {_not_a_model(source.path, path)}")
         stands_for = ("family", "config", "tokenizer", "weights")
         source.failed |= {("model", key) for key in stands_for if key not in model}
     rollout = tree.get("rollout")
@@ -36,3 +38,14 @@ def fill(source: Source) -> None:
     if "engine" not in rollout:
         rollout["engine"] = "hf"
         source.notes.append("rollout.engine is left out: it is hf, because device is cpu")
+
+
+def _not_a_model(file: str, path: str) -> str:
+    """Why no model is at `path`, as the YAML `file` says it, and the rule."""
+    rule = "expected a Hugging Face folder, relative to this file, with config.json in it"
+    folder = Path(path_beside(file, path))
+    if path.endswith(".gguf") or any(folder.glob("*.gguf")):
+        return f"weights in GGUF, {rule}, or a hub id. Name the model that they were made from"
+    if is_hub_id(file, path) and (problem := config_of(path).problem):
+        return f"no such folder next to this file, so it is a hub id: {problem}"
+    return f"no config.json with a model_type, {rule}"

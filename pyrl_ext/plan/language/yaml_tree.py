@@ -15,8 +15,9 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
-from pyrl_ext.plan.language.paths import path_beside, refuse_pipe, relative, similar
-from pyrl_ext.plan.shipped import hint
+from pyrl_ext.plan.language.hf_hub import config_of
+from pyrl_ext.plan.language.paths import is_hub_id, path_beside, refuse_pipe, relative, similar
+from pyrl_ext.plan.shipped import hint, meant
 
 PLAN = "plan.json"  # in a run folder
 _LONGEST = 4_000_000  # characters of a config
@@ -117,7 +118,7 @@ class Source:
 def read(path: str | os.PathLike[str], overrides: tuple[str, ...] = ()) -> Source:
     """The tree of `path` with `overrides` applied, above what its parents say; everything
     unreadable is in `.problems`."""
-    source = Source(str(path))
+    source = Source(meant(str(path)))
     _read_file(source)
     apply(source, overrides)
     if source.complete:
@@ -190,13 +191,18 @@ def _how_to_resume(path: str) -> str:
 
 def _spread_short_forms(source: Source) -> None:
     """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss,
-    `objective: dapo` for that preset, `model.path` for what is in its folder."""
+    `objective: dapo` for that preset, `model: folder` for `model.path`, and that for what is in its
+    folder."""
     tree = source.tree
     if isinstance(on := tree.get("replay"), bool):
         tree["replay"] = {"old": on, "reference": on, "train": on}
     if isinstance(name := tree.get("objective"), str):
         tree["objective"] = {"loss" if name == "sft" or ":" in name else "preset": name}
     model = tree.get("model")
+    if isinstance(model, str):
+        model = tree["model"] = {"path": model}
+        if ("model",) in source.places:
+            source.places["model", "path"] = source.places["model",]
     if isinstance(model, dict) and isinstance(path := model.get("path"), str) and path:
         _spread_model_path(source, model, path)
 
@@ -207,6 +213,9 @@ def _spread_model_path(source: Source, model: dict[str, Any], path: str) -> None
     at = ("model", "path")
     config = os.path.join(path, "config.json")
     file = path_beside(source.path, config)
+    if is_hub_id(source.path, path):
+        config = path
+        file = config_of(path).path
     try:
         refuse_pipe(file)
         with open(file, encoding="utf-8") as opened:
@@ -356,6 +365,8 @@ def _override(source: Source, text: str) -> None:
     """Apply one `section.key=value` of the command line to the tree."""
     name, equals, written = text.partition("=")
     key = tuple(name.strip().split("."))
+    if key == ("model",):
+        key = ("model", "path")
     where = f"command line: {text}"
     message = None
     if not equals or not all(key):

@@ -37,6 +37,7 @@ def tokenizer_exists(plan: Plan) -> Found:
 OTHER_WEIGHTS = {
     "*.distcp": ("a checkpoint of megatron-core", "Name its run folder as init_from"),
     "iter_*": ("a checkpoint of Megatron-LM", "Export it to safetensors with HF's names"),
+    "*.gguf": ("quantized weights of llama.cpp", "Name the model that they were made from"),
     "pytorch_model*.bin": ("pickled weights, which may run code", "Save them as safetensors"),
 }
 

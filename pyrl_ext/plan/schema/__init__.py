@@ -47,11 +47,12 @@ class Model(Section):
         "nemotron_h", "llama", "mixtral",
     ]  # fmt: skip
     """architecture, HF's model_type; a class in plan/model/families/"""
-    path: File | None = None
-    """folder of a Hugging Face model, relative to this YAML file: stands for family, config,
-    tokenizer and weights, as far as they are not next to it; a plan names those instead"""
-    config: File
-    """HF config.json, relative to this YAML file"""
+    path: Folder | None = None
+    """folder of a Hugging Face model, relative to this YAML file, or a hub id: stands for family,
+    config, tokenizer and weights, as far as they are not next to it; a plan names those instead;
+    `model: <folder>` is the same"""
+    config: Folder
+    """HF config.json, relative to this YAML file, or a hub id"""
     tokenizer: Folder | None = None
     """folder with tokenizer.json, relative to this YAML file, or a hub id; null: none"""
     weights: Folder | None = None

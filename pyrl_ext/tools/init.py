@@ -1,0 +1,95 @@
+"""Write the config of a run from a model's name: ``pyrl init MODEL > run.yaml``.
+
+MODEL is a folder of Hugging Face's, a hub id, or a shipped config (--list), whose model it takes.
+Layout, microbatch, recomputation and offloading are the fastest of `pyrl plan --suggest` that fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyrl_ext.plan.command import called
+from pyrl_ext.plan.model.hardware import parse_gpus
+from pyrl_ext.plan.shipped import config_name, config_names, shipped_models
+from pyrl_ext.plan.task_options import SYMBOLS
+from pyrl_ext.tools import configs
+from pyrl_ext.tools.doctor import gpus_here
+from pyrl_ext.tools.recipe import GPUS, Data, Recipe, recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: written to stdout; 2: there is no such model, or it does not fit."""
+    parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.init"), description=__doc__)
+    parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("--list", action="store_true", help="list the shipped models and configs")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.list:
+        for model in shipped_models().values():
+            print(f"pyrl init {model.config:20} {model.hub_id}")
+        print("\nConfigs that run as they are, `pyrl train NAME`:\n")
+        return configs.main([])
+    if options.model is None:
+        parser.error("expected MODEL or --list")
+    try:
+        made = recipe_of(options.model, options)
+    except ValueError as error:
+        print(f"pyrl init: {error}", file=sys.stderr)
+        return 2
+    print(made.text(), end="")
+    return 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a recipe."""
+    parser.add_argument("--gpus", metavar="8xH100", help="left out: those of this machine, or none")
+    parser.add_argument("--prompts", metavar="FILE", help=".jsonl or .parquet; needs --reward")
+    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="scores a response")
+    parser.add_argument("--task", choices=[*SYMBOLS], help="built-in prompts and reward instead")
+
+
+def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None) -> Recipe:
+    """The recipe that the options ask for.
+
+    Args:
+        ranks: GPUs to take of this machine; None: all
+
+    Raises:
+        ValueError: there is no such model, or it does not fit
+    """
+    if (options.prompts is None) != (options.reward is None):
+        raise ValueError("--prompts and --reward, expected both or neither")
+    if options.prompts and options.task:
+        raise ValueError("--task with --prompts, expected one of them")
+    named = [each for each in shipped_models().values() if each.config == config_name(model)]
+    if named and not Path(model).exists():
+        model = named[0].hub_id
+    elif config_name(model) in config_names() and not Path(model).exists():
+        name = config_name(model)
+        raise ValueError(
+            f"{model}: a config without weights, expected a model. Run it as it is: "
+            f"`pyrl train {name}`"
+        )
+    gpus = parse_gpus(options.gpus) if options.gpus else _gpus_here(ranks)
+    return recipe(model, gpus, Data(options.prompts, options.reward, options.task))
+
+
+def _gpus_here(ranks: int | None) -> tuple[int, str] | None:
+    """(number, kind) of this machine's GPUs; None: it has none."""
+    names = [str(gpu["name"]) for gpu in gpus_here()]
+    if not names:
+        return None
+    kinds = [kind for kind in GPUS if kind in names[0]]
+    if not kinds:
+        raise ValueError(
+            f"this machine has {names[0]}, expected one of {', '.join(GPUS)}; others "
+            "have no data sheet here. Name one that is like it: --gpus 1xA100"
+        )
+    return ranks or len(names), kinds[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

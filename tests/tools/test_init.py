@@ -1,0 +1,206 @@
+"""`pyrl init`: configs from a model's name, and `pyrl train` with a name in place of a config."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pyrl_ext.cli import main
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.language.hf_hub import config_of
+from pyrl_ext.plan.language.yaml_tree import read
+from pyrl_ext.plan.shipped import shipped_models
+from tests.helpers.configs import CONFIGS
+
+pytestmark = pytest.mark.multiprocess
+
+GOLDEN = Path(__file__).parent / "init_glm47_8xH200.yaml"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the folder `model`: a tiny Qwen3-MoE without weights."""
+    shutil.copytree(CONFIGS / "tiny", tmp_path / "model")
+    shutil.copy(CONFIGS / "tiny_qwen3/config.json", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds this folder
+    return tmp_path
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, of which alone is read."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config_of.cache_clear()
+    return cache
+
+
+def init(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["init", *arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*arguments]) == 2
+    return capsys.readouterr().err
+
+
+def put(cache: Path, name: str) -> Path:
+    """Put the config.json of `name` into the hub's cache; where it is."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    shutil.copy(CONFIGS / "tiny_qwen3/config.json", snapshot)
+    return snapshot / "config.json"
+
+
+def test_init_of_a_folder_plans_and_trains(here: Path, capsys: pytest.CaptureFixture[str]):
+    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+    random.save_pretrained("model")
+    text = init("model", capsys=capsys)
+    Path("run.yaml").write_text(text)
+    assert all("#" in line or line.endswith(":") for line in text.splitlines() if line)
+    plan = compile_plan("run.yaml")
+    assert (plan.model.family, plan.model.weights, plan.device) == ("qwen3_moe", "model", "cpu")
+    assert plan.hardware.memory and plan.data.task == "countdown"
+    short = ("rollout.max_new_tokens=4", "evaluate.every=0")
+    assert main(["train", "run.yaml", "steps=2", *short]) == 0
+    steps = Path("runs/model/metrics.jsonl").read_text().splitlines()
+    assert sum('"step": ' in line for line in steps) >= 2
+
+
+def test_train_of_a_folder_makes_its_config(here: Path, capsys: pytest.CaptureFixture[str]):
+    """Paths in it are absolute, since it lies in the run folder."""
+    prompts = [json.dumps({"prompt": str(number)}) for number in range(20)]
+    Path("p.jsonl").write_text("\n".join(prompts))
+    Path("mine.py").write_text("def long(prompt, text, tokens):\n    return float(len(text) > 3)\n")
+    given = ["--reward", "mine:long", "--prompts", "p.jsonl", "run=runs/x", "steps=1"]
+    short = ["rollout.max_new_tokens=4", "evaluate.every=0"]
+    assert main(["train", "model", *given, *short]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    made = "made runs/x/config.yaml for model; `pyrl plan runs/x/config.yaml` explains it"
+    assert first == made
+    plan = Plan.read("runs/x/plan.json")
+    assert plan.prompts_path == str(here / "p.jsonl")
+    assert plan.data.reward == "mine:long" and plan.steps == 1
+    assert main(["train", "model", *given, *short]) == 0  # it resumes: the config is the same
+
+
+def test_init_writes_what_it_wrote(here: Path, capsys: pytest.CaptureFixture[str]):
+    text = init("glm47", "--gpus", "8xH200", capsys=capsys)
+    if os.environ.get("PYRL_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [
+        ("glm47", "8xH100"),
+        ("moonlight", "8xH100"),
+        ("nemotron3_nano", "8xH100"),
+        ("qwen3_30b", "8xH100"),
+        ("qwen3_next_80b", "32xH100"),
+    ],
+)
+def test_init_of_a_published_size_fits(
+    model: str, gpus: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    Path("run.yaml").write_text(init(model, "--gpus", gpus, capsys=capsys))
+    plan = compile_plan("run.yaml")
+    assert f"{plan.world_size}x{plan.hardware.gpu}" == gpus
+    assert not any("run out of memory" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "qwen3_next_80b",
+            "Qwen/Qwen3-Next-80B-A3B-Thinking does not fit 8 H100, expected at least 32. Use "
+            "--gpus 32xH100",
+        ),
+        ("glm47_355b", "zai-org/GLM-4.7 does not fit 8 H100, nor 1024: an engine has at most"),
+        ("qwen3_vl_30b", "qwen3_vl_moe reads images, expected a model of text alone. Start from"),
+        ("deepseek_v3", "deepseek-ai/DeepSeek-V3 does not fit 8 H100, nor 1024: an engine has"),
+    ],
+)
+def test_init_says_what_a_model_needs(
+    model: str, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert message in refusal("init", model, "--gpus", "8xH100", capsys=capsys)
+
+
+def test_init_lists_models_and_configs(capsys: pytest.CaptureFixture[str]):
+    text = init("--list", capsys=capsys)
+    for model in shipped_models().values():
+        assert f"pyrl init {model.config:20} {model.hub_id}\n" in text
+    assert "\ntiny " in text
+
+
+def test_plan_takes_sizes_from_the_cache_of_the_hub(here: Path, hub: Path):
+    config = put(hub, "owner/name")
+    Path("x.yaml").write_text("model: owner/name\n")
+    model = read("x.yaml").tree["model"]
+    assert model == {
+        "path": None,
+        "family": "qwen3_moe",
+        "config": "owner/name",
+        "tokenizer": "owner/name",
+        "weights": "owner/name",
+    }
+    plan = compile_plan(CONFIGS / "tiny.yaml", ("model=owner/name", "data.max_prompt_tokens=16"))
+    assert plan.config_path == str(config)
+    assert plan.is_hub_id(str(plan.model.weights)) and plan.model.family == "qwen3_moe"
+
+
+def test_plan_takes_sizes_of_shipped_models_without_the_hub(hub: Path):
+    for hub_id, model in shipped_models().items():
+        assert config_of(hub_id).path == str(model.sizes)
+        assert json.loads(model.sizes.read_text())["model_type"]
+
+
+def test_plan_refuses_a_hub_id_that_is_not_in_the_cache(hub: Path):
+    with pytest.raises(ConfigError) as error:
+        compile_plan(CONFIGS / "tiny.yaml", ("model=owner/none",))
+    assert str(error.value) == (
+        "command line: model=owner/none: 'owner/none': no such folder next to this file, so it is "
+        "a hub id: HF_HUB_OFFLINE is set and it is not whole in the hub's cache, expected to reach "
+        "the hub. Download it elsewhere and name the folder"
+    )
+
+
+def test_init_refuses_what_is_no_model(here: Path, capsys: pytest.CaptureFixture[str]):
+    Path("m.gguf").write_bytes(b"GGUF")
+    gguf = "'m.gguf': weights in GGUF, expected a Hugging Face folder"
+    assert gguf in refusal("init", "m.gguf", capsys=capsys)
+    assert gguf in refusal("train", "m.gguf", capsys=capsys)
+    (here / "model/tokenizer.json").unlink()
+    missing = "model.tokenizer: model holds no tokenizer.json, expected a folder with"
+    assert missing in refusal("init", "model", capsys=capsys)
+    shutil.rmtree("model")
+    none = "'model': no config.json with a model_type, expected a Hugging Face folder"
+    assert none in refusal("init", "model", capsys=capsys)
+    assert not Path("runs").exists()
+
+
+def test_init_refuses_arguments_that_do_not_go_together(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert "expected both or neither" in refusal("init", "model", "--prompts", "x", capsys=capsys)
+    both = ("--prompts", "x", "--reward", "a:b", "--task", "add")
+    assert "expected one of them" in refusal("init", "model", *both, capsys=capsys)
+    assert "`pyrl train tiny`" in refusal("init", "tiny", capsys=capsys)
+    assert "expected a number and one of" in refusal("init", "model", "--gpus", "8", capsys=capsys)
