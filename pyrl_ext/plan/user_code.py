@@ -19,12 +19,13 @@ _LONGEST = 4_000_000  # bytes of a module
 _SHOWN = 20  # names
 
 
-def function_problem(name: str, folder: str) -> str | None:
+def function_problem(name: str, folder: str, takes: Sequence[str] = ()) -> str | None:
     """Why the function or class ``name``, written as ``package.module:function``, cannot be
-    imported; None: it is there, or only running its module tells.
+    imported or called; None: it can, or only running its module tells.
 
     Args:
         folder: searched for modules after sys.path; that of the YAML file that names it
+        takes: the positional arguments that a function is called with; empty: not looked at
     """
     module, _, attribute = name.partition(":")
     found = _find(module, folder)
@@ -48,6 +49,8 @@ def function_problem(name: str, folder: str) -> str | None:
         return None
     wanted = attribute.split(".")[0]
     bound = {*_names(tree.body)}
+    if wanted in bound and takes and wanted == attribute:
+        return _signature_problem(name, file, _only_function(tree.body, wanted), takes)
     if wanted in bound or "*" in bound or "__getattr__" in bound:
         return None
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -58,6 +61,41 @@ def function_problem(name: str, folder: str) -> str | None:
     there = ", ".join(public[:_SHOWN]) or "a function, but it has none"
     where = relative(str(file))
     return f"{show(name)}: no {wanted!r} in {where}, expected one of {there}{hint}"
+
+
+def _only_function(
+    body: Sequence[ast.stmt], name: str
+) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function that ``name`` is bound to, if a single undecorated definition at the top of the
+    module binds it."""
+    binding = [each for each in body if name in _names([each])]
+    if len(binding) != 1:
+        return None
+    (only,) = binding
+    if isinstance(only, ast.FunctionDef | ast.AsyncFunctionDef) and not only.decorator_list:
+        return only
+    return None
+
+
+def _signature_problem(
+    name: str,
+    file: Path,
+    function: ast.FunctionDef | ast.AsyncFunctionDef | None,
+    takes: Sequence[str],
+) -> str | None:
+    """Why a function cannot be called with the positional arguments ``takes``."""
+    if function is None:
+        return None
+    own = function.args
+    positional = [*own.posonlyargs, *own.args]
+    needed = len(positional) - len(own.defaults)
+    most = len(takes) if own.vararg else len(positional)
+    if needed <= len(takes) <= most and None not in own.kw_defaults:
+        return None
+    return (
+        f"{show(name)}: {relative(str(file))}:{function.lineno}: {function.name} takes "
+        f"({ast.unparse(own)}), expected {len(takes)} positional arguments: {', '.join(takes)}"
+    )
 
 
 def _find(module: str, folder: str) -> ModuleSpec | str | None:

@@ -120,7 +120,7 @@ def test_load_prompts_names_the_record_that_a_tokenizer_cannot_encode(tmp_path: 
     PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="b").save_pretrained(tmp_path)
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "aa"}, {"prompt": "a\u00d7"})
     with pytest.raises(DataError) as caught:
-        load_prompts(path, load_tokenizer(tmp_path), 32)
+        load_prompts(open_records(path), load_tokenizer(tmp_path), 32)
     problem = str(caught.value).splitlines()[1]
     assert problem.startswith(f"  {path}:2: the tokenizer raised Exception: WordLevel error: ")
     assert problem.endswith(" for 'a\u00d7', expected characters the tokenizer knows")

@@ -299,7 +299,7 @@ def test_plan_paths_of_local_folders_are_absolute(small: Path, tmp_path: Path):
     (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+2="}')
     path = tmp_path / "x.yaml"
     text = SMALL.replace("config.json", str(TINY)).replace("owner/name", "words")
-    path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: json:loads"))
+    path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: posixpath:join"))
     plan = compile_plan(path)
     assert plan.tokenizer_path == str(tmp_path / "words")
     assert plan.resolve(str(plan.data.prompts)) == str(tmp_path / "numbers.jsonl")

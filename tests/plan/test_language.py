@@ -112,7 +112,8 @@ def test_resolve_starts_paths_where_they_are_written(folder: Path):
     written(
         folder,
         "extends: base.yaml\nmodel: {tokenizer: words}\n"
-        "data:\n  task: null\n  prompts: a.jsonl\n  reward: json:loads\n  eval_prompts: a.jsonl\n",
+        "data:\n  task: null\n  prompts: a.jsonl\n  reward: posixpath:join\n"
+        "  eval_prompts: a.jsonl\n",
         "base/middle.yaml",
     )
     path = written(folder, "extends: base/middle.yaml\nsteps: 3\n")

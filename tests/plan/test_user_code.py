@@ -90,6 +90,58 @@ def test_function_problem_says_what_is_missing(folder: Path, name: str, message:
     assert problem.startswith(f"{name!r}: {message.format(folder=folder)}"), problem
 
 
+SIGNATURES = """
+def two(prompt, text): ...
+def trls(completions, **kwargs): ...
+def four(prompt, text, tokens, weight): ...
+async def keyword(prompt, text, tokens, *, weight): ...
+def three(prompt, text, tokens): ...
+async def more(prompt, text, tokens, weight=1.0, *, scale=2.0): ...
+def any_number(*values): ...
+def none_needed(prompt=None, text="", tokens=()): ...
+@wrapped
+def decorated(prompt): ...
+def twice(prompt): ...
+twice = made(twice)
+class Scorer:
+    def __init__(self, prompt): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("two", "prompt, text"),
+        ("trls", "completions, **kwargs"),
+        ("four", "prompt, text, tokens, weight"),
+        ("keyword", "prompt, text, tokens, *, weight"),
+        ("three", None),
+        ("more", None),
+        ("any_number", None),
+        ("none_needed", None),
+        ("decorated", None),
+        ("twice", None),
+        ("Scorer", None),
+        ("Scorer.score", None),
+    ],
+)
+def test_function_problem_reads_the_arguments_of_a_function(
+    tmp_path: Path, name: str, signature: str | None
+):
+    file = tmp_path / "own_signatures.py"
+    file.write_text(SIGNATURES)
+    takes = ("prompt", "text", "tokens")
+    found = function_problem(f"own_signatures:{name}", str(tmp_path), takes)
+    if signature is None:
+        assert found is None
+        return
+    line = next(i for i, each in enumerate(SIGNATURES.splitlines(), 1) if f"def {name}(" in each)
+    assert found == (
+        f"'own_signatures:{name}': {file}:{line}: {name} takes ({signature}), expected 3 "
+        "positional arguments: prompt, text, tokens"
+    )
+
+
 def test_compile_plan_finds_functions_next_to_the_main_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -121,7 +173,7 @@ def test_first_lines_are_few_and_whole(tmp_path: Path):
 def test_compile_plan_looks_at_the_first_rows_of_a_parquet_file(folder: Path):
     (folder / "config.json").write_text(TINY.read_text())
     path = folder / "rows.yaml"
-    path.write_text(SMALL.replace("task: copy", "prompts: a.parquet, reward: json:loads"))
+    path.write_text(SMALL.replace("task: copy", "prompts: a.parquet, reward: posixpath:join"))
     rows = folder / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "answer": ["3", None]}), rows)
     assert compile_plan(path).data.prompts == "a.parquet"

@@ -10,6 +10,8 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, rule
 from pyrl_ext.plan.user_code import function_problem
 
+_REWARD_TAKES = ("prompt", "text", "tokens")
+
 
 @rule("data.reward")
 def the_reward_is_there(plan: Plan) -> Found:
@@ -58,7 +60,9 @@ def _names(value: Any) -> Iterator[str]:
 def _reward_problem(plan: Plan, name: str | None) -> str | None:
     if name is None:
         return None
-    return named_reward_problem(name) or _problem(plan, reward_function(name))
+    if problem := named_reward_problem(name):
+        return problem
+    return function_problem(reward_function(name), plan.resolve("."), _REWARD_TAKES)
 
 
 def _problem(plan: Plan, name: str | None) -> str | None:
