@@ -56,6 +56,7 @@ MEGATRON_ROOMS = {"replay", "megatron", "models", "trainer"}
 MEGATRON_FILES = {"pyrl_ext/parallel/groups.py"}
 PLAN_MAY_IMPORT = {"pydantic", "pydantic_core", "yaml", "rich", "jinja2", "markupsafe"} | {
     "huggingface_hub",
+    "reasoning_gym",  # only if a plan names one of its tasks
     "pyarrow",
 }
 

@@ -69,6 +69,9 @@ class TokenLayout:
         align:   every padded length is also a multiple of this (FP8 asks for whole tiles).
         starts:  [S] row of the source stream where each sequence begins, -1: all of its rows are
             padding; None: ragged order.
+
+    Raises:
+        ValueError: a length or start is negative, a size below 1, or ``starts`` does not match.
     """
 
     seqlens: tuple[int, ...]
@@ -76,6 +79,23 @@ class TokenLayout:
     tp_size: int = 1
     align: int = 1
     starts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seqlens", tuple(int(n) for n in self.seqlens))
+        for name, least in (("seqlens", 0), ("starts", -1)):
+            for index, entry in enumerate(getattr(self, name) or ()):
+                if entry < least:
+                    raise ValueError(
+                        f"TokenLayout: {name}[{index}] is {entry}, expected >= {least}"
+                    )
+        for name in ("cp_size", "tp_size", "align"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TokenLayout: {name} is {getattr(self, name)}, expected >= 1")
+        if self.starts is not None and len(self.starts) != len(self.seqlens):
+            raise ValueError(
+                f"TokenLayout: starts has {len(self.starts)} entries, expected one for each of "
+                f"the {len(self.seqlens)} sequences"
+            )
 
     # lengths ------------------------------------------------------------------------------------
 
@@ -107,6 +127,7 @@ class TokenLayout:
 
     def shard(self, local: Tensor, tp_rank: int) -> Tensor:
         """[num_local / tp_size, ...] the part of local rows that sequence parallelism keeps."""
+        self._check_rank("tp", tp_rank)
         part = len(local) // self.tp_size
         return local[tp_rank * part : (tp_rank + 1) * part]
 
@@ -150,8 +171,14 @@ class TokenLayout:
             return np.asarray(self.starts, dtype=np.int64)
         return np.cumsum(self._lengths) - self._lengths
 
+    def _check_rank(self, kind: str, rank: int) -> None:
+        size = getattr(self, f"{kind}_size")
+        if not 0 <= rank < size:
+            raise ValueError(f"TokenLayout: {kind}_rank is {rank}, expected one in [0, {size})")
+
     def _chunks(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(first position in its sequence, rows) of each chunk of this rank, in local order."""
+        self._check_rank("cp", cp_rank)
         if self.cp_size == 1:
             return np.zeros_like(self._padded), self._padded
         chunk = self._padded // (2 * self.cp_size)

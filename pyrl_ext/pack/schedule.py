@@ -44,10 +44,10 @@ def plan_microbatches(
         A group is empty only if there are fewer samples than groups.
 
     Raises:
-        ValueError: a sample does not fit into a microbatch alone.
+        ValueError: a sample does not fit into a microbatch alone, or a size is not positive.
     """
     limit = tokens_per_microbatch * cp_size
-    _check_sizes(seqlens, limit, align)
+    _check_sizes(seqlens, dp_size, limit, align)
     table = pack_samples([_padded(n, align) for n in seqlens], dp_size, limit)
     microbatches = (
         tuple(Group(dp_rank * cp_size, cp_size, ids) for dp_rank, ids in enumerate(bins))
@@ -68,7 +68,7 @@ def plan_dynamic_cp(seqlens: Sequence[int], groups: CpGroups) -> Schedule:
         A microbatch has no sample at all only if there are fewer samples than microbatches.
 
     Raises:
-        ValueError: a sample is longer than the largest group takes.
+        ValueError: there are no samples, or one is empty or longer than the largest group takes.
     """
     return search(groups.problem(seqlens))
 
@@ -132,9 +132,19 @@ class Scheduler:
         return found
 
 
-def _check_sizes(seqlens: Sequence[int], limit: int, align: int) -> None:
+def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:
+    sizes = {"dp_size": dp_size, "tokens_per_microbatch": limit, "align": align}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"plan_microbatches: {name} is {value}, expected at least 1")
+    if not len(seqlens):
+        raise ValueError("plan_microbatches: 0 samples, expected at least 1")
     for sample, n in enumerate(seqlens):
         padded = _padded(n, align)
+        if n < 1:
+            raise ValueError(
+                f"plan_microbatches: sample {sample} has {n} rows, expected at least 1"
+            )
         if padded > limit:
             raise ValueError(
                 f"plan_microbatches: sample {sample} has {n} rows ({padded} padded to a multiple "

@@ -10,13 +10,17 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, ExchangeCost
 
 
-def cp_groups(plan: Plan) -> CpGroups:
-    """The groups that the data- and context-parallel ranks of `plan` may form."""
+def cp_groups(plan: Plan, cost: CostModel | None = None) -> CpGroups:
+    """The groups that the data- and context-parallel ranks of `plan` may form.
+
+    Args:
+        cost: None: `costs_of` the plan.
+    """
     parallel = plan.parallel
     return CpGroups(
         parallel.dp * parallel.cp,
         plan.batching.tokens_per_microbatch,
-        cost=costs_of(plan),
+        cost=costs_of(plan) if cost is None else cost,
         min_cp_size=parallel.cp,
         max_cp_size=parallel.dynamic_cp,
         tp_size=parallel.tp,

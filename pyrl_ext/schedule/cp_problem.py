@@ -116,6 +116,9 @@ class CpGroups:
             padding of its samples (`alignment`).
         pp_size, vpp_size: pipeline ranks, and model chunks on each. With several chunks the number
             of microbatches is a multiple of ``pp_size``.
+
+    Raises:
+        ValueError: a size is below 1, or the sizes of groups do not fit each other or the costs.
     """
 
     num_ranks: int
@@ -129,11 +132,17 @@ class CpGroups:
     pp_size: int = 1
     vpp_size: int = 1
 
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"plan_dynamic_cp: {name} is {value}, expected at least 1")
+        assert self.sizes  # priced here, so that errors come at once
+
     @cached_property
     def sizes(self) -> tuple[CpSize, ...]:
-        """Every size of a group, ascending. Raises: ValueError when the costs lack one."""
+        """Every size of a group, ascending."""
         found = []
-        for size in cp_sizes(self.num_ranks, self.min_cp_size, self.max_cp_size):
+        for size in _group_sizes(self.num_ranks, self.min_cp_size, self.max_cp_size):
             unit = alignment(self.tp_size, size, self.tile_rows)
             limit = self.max_tokens_per_rank * size // unit * unit
             found.append(CpSize(size, unit, limit, *self.cost.rates(size)))
@@ -143,7 +152,7 @@ class CpGroups:
         """The problem of samples of ``seqlens`` rows.
 
         Raises:
-            ValueError: a sample is longer than the largest group takes
+            ValueError: there are no samples, one is empty, or longer than the largest group takes
         """
         _check_samples(seqlens, self.max_tokens_per_rank, self.sizes)
         # interleaved schedules run whole rounds of stages
@@ -152,9 +161,33 @@ class CpGroups:
         return CpInstance(lengths, self.num_ranks, self.sizes, self.cost.launch_seconds, multiple)
 
 
+_POSITIVE = "num_ranks", "max_tokens_per_rank", "min_cp_size", "tp_size", "pp_size", "vpp_size"
+
+
+def _group_sizes(num_ranks: int, least: int, most: int | None) -> list[int]:
+    if num_ranks % least:
+        raise ValueError(
+            f"plan_dynamic_cp: min_cp_size is {least} and num_ranks {num_ranks}, expected a "
+            "min_cp_size that divides num_ranks; otherwise some ranks are in no group"
+        )
+    sizes = cp_sizes(num_ranks, least)
+    if most is not None and most not in sizes:
+        raise ValueError(
+            f"plan_dynamic_cp: max_cp_size is {most}, expected one of {sizes}: min_cp_size "
+            f"({least}) times a power of two, or num_ranks ({num_ranks})"
+        )
+    return cp_sizes(num_ranks, least, most)
+
+
 def _check_samples(seqlens: Sequence[int], each: int, sizes: Sequence[CpSize]) -> None:
+    if not len(seqlens):
+        raise ValueError("plan_dynamic_cp: 0 samples, expected at least 1")
     most = max(size.limit for size in sizes)
     for sample, length in enumerate(seqlens):
+        if length < 1:
+            raise ValueError(
+                f"plan_dynamic_cp: sample {sample} has {length} tokens, expected at least 1"
+            )
         if length > most:
             raise ValueError(
                 f"plan_dynamic_cp: sample {sample} has {length} tokens, expected at most {most}: "

@@ -1,7 +1,7 @@
-"""Write the config of a run from a model's name: ``pyrl init MODEL > run.yaml``.
+"""Write the config of a run from a model's name: pyrl init MODEL > run.yaml.
 
 MODEL is a folder of Hugging Face's, a hub id, or a shipped config (--list), whose model it takes.
-Layout, microbatch, recomputation and offloading are the fastest of `pyrl plan --suggest` that fit.
+Layout, microbatch, recomputation and offloading are the fastest of pyrl plan --suggest that fit.
 """
 
 from __future__ import annotations

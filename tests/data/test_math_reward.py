@@ -42,7 +42,7 @@ def test_the_named_reward_runs_in_a_worker():
     try:
         calls = [(Prompt(i, (1,), "7"), f"{i}", [1]) for i in (6, 7)]
         futures = reward.pool.submit("score", calls, 60.0)
-        assert [f.result() for f in futures] == [(0.0, {}), (1.0, {})]
+        assert [f.result().reward for f in futures] == [0.0, 1.0]
         assert reward.answer_rule[0] == "an answer"
     finally:
         reward.close()

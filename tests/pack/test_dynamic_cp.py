@@ -214,8 +214,18 @@ def test_plan_dynamic_cp_keeps_its_promises_to_few_samples():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        (dict(seqlens=[]), "0 samples, expected at least 1"),
+        (dict(seqlens=[5, 0]), "sample 1 has 0 tokens, expected at least 1"),
         (dict(seqlens=[5, 257]), r"sample 1 has 257 tokens, expected at most 256: .*8 ranks"),
         (dict(max_cp_size=2, seqlens=[65]), r"sample 0 has 65 tokens, expected at most 64"),
+        (dict(num_ranks=0), "num_ranks is 0, expected at least 1"),
+        (dict(max_tokens_per_rank=-1), "max_tokens_per_rank is -1, expected at least 1"),
+        (dict(min_cp_size=0), "min_cp_size is 0, expected at least 1"),
+        (dict(min_cp_size=3), "min_cp_size is 3 and num_ranks 8, expected a min_cp_size that div"),
+        (dict(min_cp_size=4, max_cp_size=2), r"max_cp_size is 2, expected one of \[4, 8\]"),
+        (dict(max_cp_size=6), r"max_cp_size is 6, expected one of \[1, 2, 4, 8\]"),
+        (dict(max_cp_size=16), r"max_cp_size is 16, expected one of \[1, 2, 4, 8\]"),
+        (dict(pp_size=0), "pp_size is 0, expected at least 1"),
         (
             dict(cost=CostModel(1, 1, 1, (ExchangeCost(4, 0, 0),))),
             "a group has 8 ranks, expected at",

@@ -134,3 +134,23 @@ def test_rows_of_no_sequences():
         layout = TokenLayout((), cp_size)
         assert layout.rows(0).tolist() == layout.global_order().tolist() == []
         assert layout.segments(0) == () and layout.max_padded_seqlen == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenLayout((3, -1)), "seqlens[1] is -1, expected >= 0"),
+        (lambda: TokenLayout((3,), cp_size=0), "cp_size is 0, expected >= 1"),
+        (lambda: TokenLayout((3,), starts=(0, 1)), "starts has 2 entries"),
+        (lambda: TokenLayout((3, 2), starts=(0, -2)), "starts[1] is -2, expected >= -1"),
+        (lambda: TokenLayout((3,), cp_size=2).rows(2), "cp_rank is 2, expected one in [0, 2)"),
+        (
+            lambda: TokenLayout((3,)).shard(torch.zeros(3), 1),
+            "tp_rank is 1, expected one in [0, 1)",
+        ),
+    ],
+)
+def test_layout_refuses_wrong_arguments(make, message):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)

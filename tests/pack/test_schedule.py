@@ -128,9 +128,13 @@ def test_plan_microbatches_leaves_bins_empty_if_samples_are_few():
     [
         (([5, 9, 4], 1, 8), r"sample 1 has 9 rows .*at most tokens_per_microbatch x cp = 8"),
         (([5, 7, 4], 1, 9, 5), r"sample 1 has 7 rows \(10 padded to a multiple of 5\)"),
+        (([5, 0], 1, 8), r"sample 1 has 0 rows, expected at least 1"),
+        (([], 1, 8), r"0 samples"),
+        (([1], 0, 8), r"dp_size is 0"),
+        (([1], 1, 8, 0), r"align is 0"),
     ],
 )
-def test_plan_microbatches_refuses_a_sample_that_is_too_long(args, match):
+def test_plan_microbatches_refuses_wrong_arguments(args, match):
     with pytest.raises(ValueError, match=match):
         plan_microbatches(*args)
 
@@ -250,10 +254,11 @@ def test_Scheduler_minibatches_name_the_samples_of_the_batch(dynamic):
 
 
 @pytest.mark.parametrize("dynamic", ["null", "2"])
-def test_Scheduler_minibatches_say_which_minibatch_has_a_sample_that_fits_nowhere(dynamic):
+@pytest.mark.parametrize("rows", [0, 50_000])
+def test_Scheduler_minibatches_say_which_minibatch_has_a_sample_that_fits_nowhere(dynamic, rows):
     plan = tiny_plan("parallel.dp=2", f"parallel.dynamic_cp={dynamic}", "batching.minibatches=2")
-    index = index_of([9, 30, 12, 50_000], [0, 0, 1, 1])
-    with pytest.raises(ValueError, match=r"^minibatch 1 of 2: plan_.*: sample 1 has 50000 "):
+    index = index_of([9, 30, 12, rows], [0, 0, 1, 1])
+    with pytest.raises(ValueError, match=f"^minibatch 1 of 2: plan_.*: sample 1 has {rows} "):
         Scheduler(plan).minibatches(index)
 
 

@@ -93,7 +93,7 @@ def test_train_of_a_folder_makes_its_config(here: Path, capsys: pytest.CaptureFi
     made = "made runs/x/config.yaml for model; `pyrl plan runs/x/config.yaml` explains it"
     assert first == made
     plan = Plan.read("runs/x/plan.json")
-    assert plan.prompts_path == str(here / "p.jsonl")
+    assert plan.resolve(str(plan.data.prompts)) == str(here / "p.jsonl")
     assert plan.data.reward == "mine:long" and plan.steps == 1
     assert main(["train", "model", *given, *short]) == 0  # it resumes: the config is the same
 
