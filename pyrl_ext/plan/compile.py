@@ -43,7 +43,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | N
         ConfigError: with every problem of the file and the overrides, one a line
     """
     source = load(path, overrides)
-    draft = draft_of(source)
+    draft = _without_routers(source, draft_of(source))
     if leaves_out_dp(source):
         draft = fill_dp(source, draft, ranks)
     refuse(source, rules.check(draft))
@@ -133,6 +133,20 @@ def draft_of(source: Source) -> PartialPlan:
     draft = PartialPlan.of(os.path.abspath(source.path), source.tree, wrong)
     _read_hf(source, draft)
     return draft
+
+
+def _without_routers(source: Source, draft: PartialPlan) -> PartialPlan:
+    """`draft` without replay where nothing is written about it and the model has no routers."""
+    try:
+        if "replay" in source.tree or draft.router_layers:
+            return draft
+    except InvalidField:  # reported already
+        return draft
+    off = dict.fromkeys(("old", "reference", "train"), False)
+    source.tree["replay"] = off
+    if has_rollouts(source.tree):
+        source.notes.append("replay is left out: it is off, because the model has no routers")
+    return draft.changed({("replay", name): False for name in off})
 
 
 def _check_model_type(source: Source) -> None:

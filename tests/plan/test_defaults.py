@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.plan import compile_plan
-from tests.helpers.configs import SMALL, hf_of, problems_of
+from tests.helpers.configs import REPOSITORY, SMALL, hf_of, problems_of
 
 
 @pytest.fixture
@@ -119,3 +119,16 @@ def test_compile_plan_refuses_a_folder_without_a_model(folder: Path):
     assert problems_of(path, "model.path=nowhere") == [f"{override}: {what}, {rule}"]
     (folder / "model/model.safetensors").unlink()
     assert problems_of(path, "model.path=model")[0].startswith(f"{path}:3: model.weights: ")
+
+
+def test_replay_is_off_for_a_model_without_routers_if_nothing_is_written(tmp_path: Path):
+    dense = REPOSITORY / "tests/plan/broken_configs/dense.json"
+    config = tmp_path / "mine.yaml"
+    config.write_text(SMALL.replace("config: config.json", f"config: {dense}"))
+    note = "replay is left out: it is off, because the model has no routers"
+    plan = compile_plan(config)
+    assert not plan.replay.enabled and note in plan.notes
+    assert note not in compile_plan(config, ["replay=off"]).notes
+    (problem,) = problems_of(config, "replay.train=true")
+    assert "replay: on, expected a model with routers" in problem
+    assert compile_plan(REPOSITORY / "configs/tiny.yaml").replay.enabled
