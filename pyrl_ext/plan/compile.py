@@ -43,7 +43,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | N
         ConfigError: with every problem of the file and the overrides, one a line
     """
     source = load(path, overrides)
-    draft = _without_routers(source, draft_of(source))
+    draft = draft_of(source)
     if leaves_out_dp(source):
         draft = fill_dp(source, draft, ranks)
     refuse(source, rules.check(draft))
@@ -132,7 +132,7 @@ def draft_of(source: Source) -> PartialPlan:
     wrong = _check_fields(source) | check_kind(source)
     draft = PartialPlan.of(os.path.abspath(source.path), source.tree, wrong)
     _read_hf(source, draft)
-    return draft
+    return _without_routers(source, draft)
 
 
 def _without_routers(source: Source, draft: PartialPlan) -> PartialPlan:
@@ -172,7 +172,7 @@ def _check_model_type(source: Source) -> None:
     )
     if nearest := nearest_family(hf):
         message += f". The nearest by structure is {nearest}"
-    source.fail(("model", "family"), f"{message}. docs/extend.md says how to add a family")
+    source.fail(("model", "family"), f"{message}. To add a family, see docs/extend.md")
 
 
 def _check_fields(source: Source) -> set[Key]:
@@ -207,7 +207,7 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         if family is not None and hf.get("model_type") != family:
             given = f"model_type is {hf.get('model_type')!r}"
             raise ValueError(f"{shown}: {given}, expected {family!r}, the model.family")
-        if hf.get("model_type") not in FAMILIES:
+        if str(hf.get("model_type")) not in FAMILIES:
             return  # reported with model.family
         read_sizes(hf)
     except ValidationError as error:

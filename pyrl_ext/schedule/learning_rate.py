@@ -1,6 +1,6 @@
 """The learning rate of each optimizer step: a warmup, then a schedule down to its smallest value.
 
-The values are those of megatron-core's `OptimizerParamScheduler` after as many steps.
+The values are those of megatron-core's `OptimizerParamScheduler` whose decay takes a step more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class LearningRate:
 
     Args:
         lr: after the warmup
-        min_lr: of the last step, except with a constant schedule
-        schedule: linear and cosine fall from the warmup's end to the last step; wsd (warmup,
+        min_lr: reached right after the last step, except with a constant schedule
+        schedule: linear and cosine fall from the warmup's end to the run's end; wsd (warmup,
             stable, decay) stays at ``lr`` until ``decay_steps`` before the end, then falls linearly
         warmup_steps: of linear rise from ``lr / warmup_steps`` [optimizer steps]
         decay_steps: of wsd [optimizer steps]
@@ -42,7 +42,7 @@ class LearningRate:
         begin = self.warmup_steps
         if self.schedule == "wsd":
             begin = self.steps - self.decay_steps
-        done = (step + 1 - begin) / max(1, self.steps - begin)
+        done = (step + 1 - begin) / (self.steps + 1 - begin)  # the last step still learns
         done = min(1.0, max(0.0, done))
         left = 1 - done
         if self.schedule == "cosine":

@@ -155,6 +155,14 @@ class RunFolder:
         moved = "" if before == now else f", written under {before}; now {now}"
         done = f"step {step} of {self.plan.steps}"
         print(f"resuming from {newest} ({done}){moved}", flush=True)
+        saved = Plan.read(newest / checkpoint.PLAN)
+        schedule = self.plan.optimizer.schedule
+        if schedule != "constant" and saved.steps != self.plan.steps:
+            print(
+                f"the {schedule} schedule ends at step {self.plan.steps} now, at {saved.steps} "
+                "when the checkpoint was written: the learning rate jumps to the new curve",
+                flush=True,
+            )
         if step > self.plan.steps:
             print(
                 f"the run is past steps={self.plan.steps} already: nothing is trained. Set steps "

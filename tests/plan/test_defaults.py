@@ -69,7 +69,19 @@ def test_compile_plan_names_the_nearest_family_of_a_folder(folder: Path):
         assert (
             "qwen3_next, qwen3_vl_moe; no other architecture is built. The nearest by " in problem
         )
-        assert f"structure is {nearest}. docs/extend.md says" in problem
+        assert f"structure is {nearest}. To add a family" in problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_type": "mistral", "text_config": None}, {"model_type": ["llama"]}],
+    ids=["text_config", "model_type"],
+)
+def test_compile_plan_refuses_odd_values_in_the_config_of_a_folder(
+    folder: Path, changes: dict[str, object]
+):
+    (folder / "model/config.json").write_text(json.dumps(hf_of("llama31_8b") | changes))
+    assert "first.yaml:3: model.family: " in problems_of(folder / "first.yaml")[0]
 
 
 def test_compile_plan_lays_a_folder_over_the_keys_of_a_parent(folder: Path):

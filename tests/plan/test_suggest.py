@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +140,13 @@ def test_even_layout_differs_by_one_layer(layers: int, mtp: int, stages: int):
     counts = [len(chunk.layers) for (chunk,) in plan_stages(parallel, layers, mtp)]
     assert sum(counts) == layers and max(counts) - min(counts) <= 1
     assert counts[-1] == min(counts)  # next to the loss
+
+
+def test_suggest_takes_a_dense_model_without_a_key_for_replay(tmp_path: Path):
+    config = tmp_path / "dense.yaml"
+    text = GLM47.with_name("llama31_8b.yaml").read_text("utf-8")
+    for key in ("config: llama31_8b", "prompts: data"):
+        name, value = key.split(": ")
+        text = text.replace(key, f"{name}: {GLM47.parent}/{value}")
+    config.write_text(re.sub(r"^replay: off.*\n", "", text, flags=re.MULTILINE))
+    assert suggest(config, ["parallel.pp=1", "parallel.cp=1"], 8, "H100").found

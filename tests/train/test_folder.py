@@ -82,6 +82,17 @@ def test_resume_past_the_last_step_says_so(copy, capsys):
     assert numbers(copy) == before
 
 
+def test_resume_with_another_number_of_steps_says_that_the_learning_rate_jumps(tmp_path, capsys):
+    folder = tmp_path / "run"
+    decays = "optimizer.schedule=linear"
+    assert run(folder, "steps=1", decays) == 0
+    assert run(folder, "steps=2", decays) == 0
+    line = "the linear schedule ends at step 2 now, at 1 when the checkpoint was written: "
+    assert line in capsys.readouterr().out
+    assert run(folder, "steps=2", decays) == 0
+    assert "schedule ends at" not in capsys.readouterr().out
+
+
 def test_resume_leaves_an_equal_plan_alone_and_survives_a_full_disk(three, tmp_path, capsys):
     with small_disk(tmp_path / "disk", "64m") as disk:
         folder = shutil.copytree(three, disk / "run")

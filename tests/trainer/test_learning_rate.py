@@ -23,9 +23,9 @@ def megatrons(rate: LearningRate, step: int) -> float:
         max_lr=rate.lr,
         min_lr=rate.min_lr,
         lr_warmup_steps=rate.warmup_steps,
-        lr_decay_steps=rate.steps,
+        lr_decay_steps=rate.steps + 1,
         lr_decay_style="WSD" if rate.schedule == "wsd" else rate.schedule,
-        wsd_decay_steps=rate.decay_steps or None,
+        wsd_decay_steps=rate.decay_steps + 1,
         lr_wsd_decay_style="linear",
         start_wd=0.0,
         end_wd=0.0,
@@ -48,7 +48,8 @@ def test_learning_rate_is_that_of_megatron_at_every_step(schedule: Schedule, war
 def test_a_warmup_begins_with_its_part_and_a_schedule_ends_with_min_lr():
     rate = LearningRate(0.8, 0.1, "cosine", 4, 0, STEPS)
     assert [rate(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert rate(STEPS - 1) == pytest.approx(0.1)
+    assert rate(STEPS) == pytest.approx(0.1)
+    assert rate(STEPS - 1) > 0.1
     assert LearningRate(0.8, 0.1, "linear", STEPS, 0, STEPS)(STEPS - 1) == pytest.approx(0.8)
 
 

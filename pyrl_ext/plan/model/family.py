@@ -52,7 +52,8 @@ _STRUCTURES = {
 def nearest_family(hf: Mapping[str, Any]) -> str | None:
     """The family whose structure is nearest to that of an HF config; None: the config does not tell
     it."""
-    text = hf.get("text_config", {}) | hf
+    inner = hf.get("text_config")
+    text = {**(inner if isinstance(inner, dict) else {}), **hf}
     return next((family for key, family in _STRUCTURES.items() if key in text), None)
 
 

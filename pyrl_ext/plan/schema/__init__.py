@@ -211,10 +211,11 @@ class Optimizer(Section):
     warmup_steps: Count = 0
     """optimizer steps of linear warmup"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """after the warmup; linear and cosine fall to min_lr at the run's last step; wsd (warmup,
-    stable, decay) falls linearly in the last decay_steps"""
+    """after the warmup; linear and cosine fall until the run's end; wsd (warmup, stable, decay)
+    falls linearly in the last decay_steps"""
     min_lr: NonNegative = 0.0
-    """learning rate of the last step; a constant schedule does not read it"""
+    """learning rate that is reached right after the last step; a constant schedule does not read
+    it"""
     decay_steps: Count = 0
     """optimizer steps of decay at the run's end, with schedule wsd"""
     distributed: bool = False
