@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import random
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count
 from typing import Any
 
-from pyrl_ext.plan.gym_tasks import gym_dataset
+from pyrl_ext.plan.gym_tasks import PREFIX, gym_dataset
 from pyrl_ext.prompt import Prompt
 
 HELD_OUT = 8  # one question in so many is kept for evaluation
+
+SECONDS = 5.0  # of a scorer
 
 _CHUNK = 64  # entries of a dataset that is made at once: some tasks make all of them at first
 _DRAWS = 2000  # entries in a row that are not taken, at most
@@ -111,13 +116,28 @@ class GymTask:
             seed = int.from_bytes(digest[:4])
             dataset = gym_dataset(self.task, self.options, seed, _CHUNK)
             for number in range(_CHUNK):
-                yield dataset[number]
+                yield _entry(dataset, number, seed)
+
+
+def _entry(dataset: Any, number: int, seed: int) -> Entry:
+    """An entry of a dataset; codeio draws from the process' random state as well."""
+    state = random.getstate()
+    random.seed(seed + number)
+    try:
+        return dataset[number]
+    finally:
+        random.setstate(state)
+
+
+class _Late(BaseException):
+    """A scorer takes too long; no scorer catches it."""
 
 
 def score(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """The package's score of a response: of what its last <answer> tags hold, or of all of it.
 
-    It runs in a worker process: some scorers search, or evaluate expressions.
+    It runs in the main thread of a worker process. What a scorer cannot take counts 0: it raises,
+    takes longer than 5 s, or would run code of the response.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -125,11 +145,56 @@ def score(prompt: Prompt, text: str, tokens: list[int]) -> float:
     answer = extract_answer(text)
     if answer is None:
         answer = text.strip()
-    scorer = _scorer(prompt.meta["task"], prompt.meta["options"])
+    task: str = prompt.meta["task"]
+    if not is_harmless(task, answer):
+        return 0.0
+    scorer = _scorer(task, prompt.meta["options"])
+    before = signal.signal(signal.SIGALRM, _raise_late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         return float(scorer(answer=answer, entry=prompt.meta["entry"]))
-    except (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, AttributeError):
-        return 0.0  # prime_factorization and others parse an answer without a check
+    except (Exception, SystemExit, _Late):  # prime_factorization parses an answer without a check
+        return 0.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def is_harmless(task: str, answer: str) -> bool:
+    """True if the scorer of a task runs no code that is in an answer.
+
+    Four scorers call ``eval`` on the answer: it must be a literal, or call nothing. Others call
+    sympy's ``parse_expr``, which evaluates what it has parsed: an expression of numbers, names and
+    operators reaches no function but sympy's.
+    """
+    name = task.removeprefix(PREFIX)
+    if name in _EVALUATE:
+        return "(" not in answer or _is_literal(answer)
+    if name in _PARSE:
+        return not _NO_OPERATORS & set(answer)
+    return True
+
+
+_EVALUATE = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+_PARSE = {
+    "countdown",
+    "intermediate_integration",
+    "puzzle24",
+    "simple_integration",
+}
+_NO_OPERATORS = {*"_'\"`[]{}@:;\\\n"}
+
+
+def _is_literal(answer: str) -> bool:
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _raise_late(number: int, frame: object) -> None:
+    raise _Late
 
 
 @lru_cache(64)

@@ -11,7 +11,11 @@ from pyrl_ext.prompt import Prompt
 _SECONDS = 5  # of one parse or comparison; the package's alarm needs the worker's main thread
 
 
-@answer_rule("an answer", lambda answer: answer is not None and str(answer).strip() != "")
+def _is_mathematical(answer: Any) -> bool:
+    return answer is not None and bool(_answer(str(answer)))
+
+
+@answer_rule("a mathematical expression as answer", _is_mathematical)
 def math_verify(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """1 if the last expression of the response equals the answer, else 0.
 

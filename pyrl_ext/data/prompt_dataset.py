@@ -163,7 +163,8 @@ def build_source(plan: Plan) -> PromptDataset:
     if data.eval_prompts is not None or data.eval_split is not None:
         name = data.eval_prompts or data.prompts
         split = data.eval_split or data.split
-        held_out = _load(plan, name, split, data.subset, tokenizer, reward)
+        subset = data.subset if data.eval_prompts is None else None
+        held_out = _load(plan, name, split, subset, tokenizer, reward)
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
     sets = _eval_sets(plan, tokenizer, reward)
     return PromptDataset(source, reward, tokenizer, stop_ids, environments, sets)

@@ -17,6 +17,8 @@ PREFIX = "reasoning_gym:"
 INSTALL = "pip install 'pyrl-ext[tasks]'"
 
 _SET_BY_THE_RUN = ("seed", "size")
+_OF_THE_HASH_SEED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note"}
+"""Tasks whose questions differ between processes, since they iterate over sets of text."""
 
 
 def is_gym_task(task: str) -> bool:
@@ -29,6 +31,11 @@ def gym_task_problem(task: str) -> str | None:
     if find_spec("reasoning_gym") is None:
         return f"{task} without the package reasoning-gym, expected it. Run {INSTALL}"
     name = task.removeprefix(PREFIX)
+    if name in _OF_THE_HASH_SEED:
+        return (
+            f"{task} gives other questions in each process for the same seed, expected a task "
+            "that does not: ranks would disagree, and a resumed run would see other prompts"
+        )
     configs = _configs()
     if name in configs:
         return None

@@ -389,8 +389,12 @@ class Plan(Config):
         return is_hub_id(self.source, name)
 
     def is_dataset(self, name: str) -> bool:
-        """True if `name` is a folder, or an id of the hub: the library datasets loads it."""
-        return self.is_hub_id(name) or Path(self.resolve(name)).is_dir()
+        """True if `name` is a folder, or an id of the hub: the library datasets loads it. What
+        would lie in a folder that is there is no id."""
+        if Path(self.resolve(name)).is_dir():
+            return True
+        owner = Path(self.resolve(name.partition("/")[0]))
+        return self.is_hub_id(name) and not owner.is_dir()
 
     def _local_or_hub(self, name: str | None) -> str | None:
         if name is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,8 @@ import pytest
 from pyrl_ext.data.dataset_rows import DatasetRows, Renamed, open_data
 from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.plan import ConfigError
+from tests.helpers.configs import CONFIGS
 from tests.helpers.prompts import write_lines
 from tests.helpers.tiny import tiny_plan
 
@@ -104,3 +107,29 @@ def test_an_id_of_the_hub_that_cannot_be_reached_says_so(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"^pyrl-tests/no-such-set, subset main, split train: "):
         DatasetRows("pyrl-tests/no-such-set", "main", "train")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("prompts", "data/sums.csv"),
+        ("prompts", "data/sums.JSONL"),
+        ("prompts", "data/no_such_folder"),
+        ("prompts", "data/sums.jsonl.gz"),
+        ("path", "data"),
+        ("path", "owner/name"),
+    ],
+)
+def test_what_is_neither_a_file_nor_a_dataset_is_an_error_of_the_plan(key: str, name: str):
+    """configs/data is there, so nothing in it is a dataset of the hub."""
+    keys = overrides(name)
+    if key == "path":
+        keys = ("objective=sft", f"data.path={name}", "data.max_tokens=64", "batching.samples=4")
+    base = CONFIGS / ("tiny.yaml" if key == "prompts" else "tiny_sft.yaml")
+    with pytest.raises(ConfigError, match=rf"data\.{key}.*{re.escape(name)}'?, expected a .jsonl"):
+        tiny_plan(*keys, config=base)
+
+
+def test_an_id_of_the_hub_is_a_dataset_of_the_plan():
+    plan = tiny_plan(*overrides("openai/gsm8k"))
+    assert plan.is_dataset("openai/gsm8k") and plan.is_hub_id("openai/gsm8k")

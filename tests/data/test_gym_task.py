@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import reasoning_gym
 
-from pyrl_ext.data.gym_task import GymTask, score
+from pyrl_ext.data import gym_task
+from pyrl_ext.data.gym_task import GymTask, is_harmless, score
 from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.plan.gym_tasks import gym_dataset
 from tests.helpers.configs import CONFIGS
@@ -99,6 +104,74 @@ def test_score_of_a_task_with_options_uses_them():
     [prompt] = GymTask(SUMS, encode, 4096, 3, options).take(0, 1)
     assert prompt.meta is not None
     assert json.loads(prompt.meta["options"]) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("spiral_matrix", "exit()"),
+        ("string_insertion", "__import__('os').system('true')"),
+        ("n_queens", "[c for c in open('/etc/passwd')]"),
+        ("countdown", "().__class__.__base__.__subclasses__"),
+        ("puzzle24", "Integer('1')"),
+        ("simple_integration", "x.func.__globals__"),
+    ],
+)
+def test_a_scorer_runs_no_code_of_a_response(name: str, answer: str):
+    full = f"reasoning_gym:{name}"
+    assert not is_harmless(full, answer)
+    [prompt] = task(full).take(0, 1)
+    assert score(prompt, f"<answer>{answer}</answer>", []) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("spiral_matrix", "[1, 2, 3]"),
+        ("spiral_matrix", "(1, 2, 3)"),
+        ("string_insertion", "['A', 'B']"),
+        ("countdown", "(3 + 4) * 5 - 6 / 2"),
+        ("simple_integration", "x**2/2 + sin(x) + C"),
+        ("chain_sum", "exit()"),  # compared as text
+    ],
+)
+def test_answers_that_run_nothing_are_scored(name: str, answer: str):
+    assert is_harmless(f"reasoning_gym:{name}", answer)
+
+
+def test_a_scorer_that_does_not_end_counts_0(monkeypatch: pytest.MonkeyPatch):
+    """The scorer evaluates the answer, a power that takes years."""
+    monkeypatch.setattr(gym_task, "SECONDS", 0.5)
+    [prompt] = task("reasoning_gym:spiral_matrix").take(0, 1)
+    assert score(prompt, "<answer>9**9**9**9</answer>", []) == 0
+    assert score(prompt, str(prompt.answer), []) == 1
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+PROMPTS = """
+import hashlib, json
+from pyrl_ext.data.gym_task import GymTask
+for name in ("chain_sum", "codeio", "word_ladder", "countdown", "acre"):
+    task = GymTask("reasoning_gym:" + name, lambda text: text.encode(), 100_000, 3, {})
+    print(name, [p.text for p in task.take(1, 3)])
+"""
+
+
+@pytest.mark.multiprocess
+def test_prompts_are_the_same_in_every_process():
+    """Text has another hash in each process, and random another state."""
+    printed = set[str]()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROMPTS],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        printed.add(done.stdout)
+    assert len(printed) == 1 and "chain_sum" in printed.pop()
 
 
 @pytest.mark.multiprocess

@@ -23,12 +23,13 @@ def relative(path: str) -> str:
 
 
 DATA_FILES = (".jsonl", ".parquet")  # suffixes of files of records
+_FILES = (*DATA_FILES, ".json", ".gguf", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
 
 
 def is_hub_id(file: str, name: str) -> bool:
     """True if `name` is owner/name of a model or dataset hub: no such folder is next to the YAML
     file."""
-    if name.endswith((*DATA_FILES, ".json", ".gguf")) or not _HUB_ID.fullmatch(name):
+    if name.lower().endswith(_FILES) or not _HUB_ID.fullmatch(name):
         return False
     return not os.path.exists(path_beside(file, name))
 

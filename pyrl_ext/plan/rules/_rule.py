@@ -57,10 +57,10 @@ def changed(section: Section, name: str) -> bool:
 # Phrases -----------------------------------------------------------------------------------------
 
 
-def data_file_problem(plan: Plan, name: str) -> str | None:
-    """Why `name` is no file of records; None: it is one, or a dataset."""
+def data_file_problem(plan: Plan, name: str, or_dataset: bool = True) -> str | None:
+    """Why `name` is no file of records; None: it is one, or a dataset where one may be."""
     path = plan.resolve(name)
-    if plan.is_dataset(name):
+    if or_dataset and plan.is_dataset(name):
         if find_spec("datasets") is None:
             return (
                 f"{name} is a folder or an id of the hub, expected the package datasets, which "
@@ -68,7 +68,8 @@ def data_file_problem(plan: Plan, name: str) -> str | None:
             )
         return None
     if not path.endswith(DATA_FILES):
-        return f"{name!r}, expected a .jsonl or .parquet file, a folder, or a dataset's id"
+        others = ", a folder, or a dataset's id" if or_dataset else ""
+        return f"{name!r}, expected a .jsonl or .parquet file{others}"
     if not os.path.isfile(path):
         rule = "expected a file; relative to the YAML file"
         return f"{relative(path)} does not exist, {rule}{similar(path)}"

@@ -230,5 +230,5 @@ def _readable(plan: Plan, name: str | None) -> str | None:
 def files_exist(plan: Plan) -> Found:
     for key in ("prompts", "eval_prompts", "path"):
         name = getattr(plan.data, key)
-        if name is not None and (message := data_file_problem(plan, name)):
+        if name is not None and (message := data_file_problem(plan, name, key != "path")):
             yield key, message
