@@ -22,6 +22,7 @@ from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import GPUS, memory_limit
 from pyrl_ext.plan.model.units import GIB, duration, size
 from pyrl_ext.plan.plan import PartialPlan, Plan
+from pyrl_ext.plan.rules.model import OTHER_WEIGHTS
 
 __all__ = ["GPUS", "Data", "Recipe", "recipe"]
 
@@ -114,11 +115,16 @@ def _start(made: Recipe, model: str, gpus: tuple[int, str] | None) -> None:
         memory = f"{_host_memory() // GIB}GiB"
         made.set("hardware.memory", memory, "of this machine; the plan refuses what does not fit")
     made.set("model.path", model, "family, sizes, tokenizer and weights")
-    if os.path.isdir(model) and not any(Path(model).glob("*.safetensors")):
+    if os.path.isdir(model) and not _holds_weights(Path(model)):
         made.set("model.weights", None, "the folder holds none: random ones from the seed")
     dtype = "bfloat16" if gpus else "float32"
     made.set("model.dtype", dtype, "of weights and activations; the optimizer keeps float32")
     made.set("model.recompute", "none", "")
+
+
+def _holds_weights(folder: Path) -> bool:
+    """True if a folder holds weights, also those in a format that the plan refuses."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", *OTHER_WEIGHTS))
 
 
 def _batch(made: Recipe, gpus: tuple[int, str] | None) -> None:

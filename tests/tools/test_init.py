@@ -204,3 +204,15 @@ def test_init_refuses_arguments_that_do_not_go_together(
     assert "expected one of them" in refusal("init", "model", *both, capsys=capsys)
     assert "`pyrl train tiny`" in refusal("init", "tiny", capsys=capsys)
     assert "expected a number and one of" in refusal("init", "model", "--gpus", "8", capsys=capsys)
+
+
+def test_init_takes_no_random_weights_for_those_it_cannot_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    Path("model/pytorch_model-00001-of-00002.bin").write_bytes(b"weights")
+    pickled = (
+        "model.weights: model/pytorch_model-00001-of-00002.bin is pickled weights, which may run "
+        "code, expected *.safetensors. Save them as safetensors"
+    )
+    assert pickled in refusal("init", "model", capsys=capsys)
+    assert pickled in refusal("init", "model", "--gpus", "1xH100", capsys=capsys)
