@@ -93,6 +93,7 @@ def recipe(model: str, gpus: tuple[int, str] | None, data: Data) -> Recipe:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         try:
+            _shorten(made, _draft(made, file))
             if gpus:
                 _fit_gpus(made, model, *gpus, file)
             else:
@@ -169,6 +170,14 @@ def _data(made: Recipe, gpus: tuple[int, str] | None, data: Data) -> None:
     made.set("data.max_prompt_tokens", 64, "its prompts are short")
 
 
+def _shorten(made: Recipe, draft: PartialPlan) -> None:
+    """Set shorter responses if the model has too few positions for a prompt and the response."""
+    positions = draft.sizes.max_position_embeddings
+    room = max(1, positions - draft.data.max_prompt_tokens)
+    if draft.rollout.max_new_tokens > room:
+        made.set("rollout.max_new_tokens", room, f"the model has {positions} positions")
+
+
 def _fit_host(made: Recipe, model: str, file: Path) -> None:
     """Set the least recomputation with which the run fits this machine."""
     room = int((1 - _RESERVED) * _host_memory())
@@ -201,15 +210,15 @@ def _fit_gpus(made: Recipe, model: str, count: int, kind: str, file: Path) -> No
         _take(made, model, found, f"{count} {kind}")
         return
     what = f"{model} does not fit {count} {kind}"
-    more = count
-    while 2 * more <= _MOST_GPUS:
-        more = 2 * more
-        if _search(made, more, kind, file, _LEAST):
-            raise ValueError(f"{what}, expected at least {more}. Use --gpus {more}x{kind}")
+    other = 1
+    while other <= _MOST_GPUS:
+        if _search(made, other, kind, file, _LEAST):
+            raise ValueError(f"{what}, expected for example {other}. Use --gpus {other}x{kind}")
+        other = 2 * other
     larger = [name for name, gpu in GPUS.items() if gpu.memory > 1.1 * GPUS[kind].memory]
     others = f"GPUs with more memory ({', '.join(larger)}) or " if larger else ""
     raise ValueError(
-        f"{what}, nor {more}: an engine has at most the {_NODE} GPUs of a node, expected "
+        f"{what}, nor {_MOST_GPUS}: an engine has at most the {_NODE} GPUs of a node, expected "
         f"{others}engines on separate hosts (docs/remote_engines.md)"
     )
 

@@ -129,7 +129,7 @@ def test_init_of_a_published_size_fits(
     [
         (
             "qwen3_next_80b",
-            "Qwen/Qwen3-Next-80B-A3B-Thinking does not fit 8 H100, expected at least 32. Use "
+            "Qwen/Qwen3-Next-80B-A3B-Thinking does not fit 8 H100, expected for example 32. Use "
             "--gpus 32xH100",
         ),
         ("glm47_355b", "zai-org/GLM-4.7 does not fit 8 H100, nor 1024: an engine has at most"),
@@ -216,3 +216,28 @@ def test_init_takes_no_random_weights_for_those_it_cannot_read(
     )
     assert pickled in refusal("init", "model", capsys=capsys)
     assert pickled in refusal("init", "model", "--gpus", "1xH100", capsys=capsys)
+
+
+def test_init_names_a_number_of_gpus_below_the_given_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    message = refusal("init", "glm47", "--gpus", "3xH100", capsys=capsys)
+    assert "does not fit 3 H100, expected for example 8. Use --gpus 8xH100" in message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "positions", "response"),
+    [((), 100, 36), (("--gpus", "1xH100"), 1024, 960), (("--gpus", "1xH100"), 4160, 4096)],
+)
+def test_init_asks_for_no_more_positions_than_a_model_has(
+    gpus: tuple[str, ...],
+    positions: int,
+    response: int,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    sizes = json.loads(Path("model/config.json").read_text())
+    sizes["max_position_embeddings"] = positions
+    Path("model/config.json").write_text(json.dumps(sizes))
+    Path("run.yaml").write_text(init("model", *gpus, capsys=capsys))
+    assert compile_plan("run.yaml").rollout.max_new_tokens == response
