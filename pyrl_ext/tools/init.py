@@ -60,9 +60,14 @@ def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None)
     Raises:
         ValueError: there is no such model, or it does not fit
     """
+    for option in ("prompts", "reward"):
+        if getattr(options, option) == "":
+            raise ValueError(
+                f"--{option} is empty, expected a value. Leave the option out for none"
+            )
     if (options.prompts is None) != (options.reward is None):
         raise ValueError("--prompts and --reward, expected both or neither")
-    if options.prompts and options.task:
+    if options.prompts is not None and options.task is not None:
         raise ValueError("--task with --prompts, expected one of them")
     named = [each for each in shipped_models().values() if each.config == config_name(model)]
     if named and not Path(model).exists():
@@ -73,7 +78,7 @@ def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None)
             f"{model}: a config without weights, expected a model. Run it as it is: "
             f"`pyrl train {name}`"
         )
-    gpus = parse_gpus(options.gpus) if options.gpus else _gpus_here(ranks)
+    gpus = _gpus_here(ranks) if options.gpus is None else parse_gpus(options.gpus)
     return recipe(model, gpus, Data(options.prompts, options.reward, options.task))
 
 

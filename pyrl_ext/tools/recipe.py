@@ -18,13 +18,14 @@ from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.suggest import Suggestion, suggest
 from pyrl_ext.plan.language.errors import ConfigError, show
+from pyrl_ext.plan.language.paths import is_hub_id
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import GPUS, memory_limit
 from pyrl_ext.plan.model.units import GIB, duration, size
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules.model import OTHER_WEIGHTS
 
-__all__ = ["GPUS", "Data", "Recipe", "recipe"]
+__all__ = ["GPUS", "Data", "Recipe", "as_seen", "recipe"]
 
 _COLUMN = 36  # where comments begin
 _MOST_GPUS = 1024
@@ -72,7 +73,7 @@ class Recipe:
             if section and section != current:
                 lines.append(_commented(f"{section}:", self.why.get(section)))
             current = section
-            if absolute and key in ("model.path", "data.prompts") and os.path.exists(str(value)):
+            if absolute and key in ("model.path", "data.prompts") and not is_hub_id("", str(value)):
                 value = os.path.abspath(str(value))
             lines.append(_commented(f"{'  ' * bool(section)}{name}: {_yaml(value)}", self.why[key]))
         return "\n".join(lines) + "\n"
@@ -99,8 +100,15 @@ def recipe(model: str, gpus: tuple[int, str] | None, data: Data) -> Recipe:
             else:
                 _fit_host(made, model, file)
         except ConfigError as error:
-            raise ValueError(re.sub(rf"{re.escape(str(file))}:\d+: ", "", str(error))) from None
+            raise ValueError(as_seen(str(error), file)) from None
     return made
+
+
+def as_seen(message: str, file: Path) -> str:
+    """A message of the plan about `file` in a temporary folder, as if the file were in the working
+    directory."""
+    without_lines = re.sub(rf"{re.escape(str(file))}:\d+: ", "", message)
+    return without_lines.replace(str(file.parent), os.getcwd())
 
 
 def _start(made: Recipe, model: str, gpus: tuple[int, str] | None) -> None:
@@ -160,7 +168,7 @@ def _objective(made: Recipe, gpus: tuple[int, str] | None) -> None:
 
 
 def _data(made: Recipe, gpus: tuple[int, str] | None, data: Data) -> None:
-    if data.prompts:
+    if data.prompts is not None:
         made.set("data.prompts", data.prompts, "one in eight is held out for evaluation")
         made.set("data.reward", data.reward, "scores a response, in processes of its own")
         made.set("data.max_prompt_tokens", 1024 if gpus else 256, "longer prompts are errors")
@@ -329,8 +337,16 @@ def _commented(text: str, why: str | None) -> str:
 
 def _yaml(value: object) -> str:
     """A value as YAML on one line; text in quotes if it would be read as something else."""
-    if isinstance(value, str) and (": " in value or yaml.safe_load(value) != value):
+    if isinstance(value, str) and (": " in value or not _is_plain(value)):
         return json.dumps(value)
     if isinstance(value, float):
         return f"{value:g}".replace("e-0", "e-")
     return value if isinstance(value, str) else show(value)
+
+
+def _is_plain(text: str) -> bool:
+    """True if YAML reads `text` as it is, without quotes."""
+    try:
+        return yaml.safe_load(text) == text
+    except yaml.YAMLError:  # such as @name
+        return False

@@ -241,3 +241,28 @@ def test_init_asks_for_no_more_positions_than_a_model_has(
     Path("model/config.json").write_text(json.dumps(sizes))
     Path("run.yaml").write_text(init("model", *gpus, capsys=capsys))
     assert compile_plan("run.yaml").rollout.max_new_tokens == response
+
+
+def test_init_refuses_empty_options(here: Path, capsys: pytest.CaptureFixture[str]):
+    empty = refusal("init", "model", "--prompts", "", "--reward", "a:b", capsys=capsys)
+    assert "--prompts is empty, expected a value" in empty
+    empty = refusal("init", "model", "--prompts", "p.jsonl", "--reward", "", capsys=capsys)
+    assert "--reward is empty, expected a value" in empty
+    empty = refusal("init", "model", "--gpus", "", capsys=capsys)
+    assert "'', expected a number and one of A100" in empty
+
+
+@pytest.mark.parametrize("name", ["@x", "{x", "%x", "12", "a: b", "a #b"])
+def test_init_takes_a_folder_of_any_name(name: str, here: Path, capsys: pytest.CaptureFixture[str]):
+    Path("model").rename(name)
+    Path("run.yaml").write_text(init(name, capsys=capsys))
+    plan = compile_plan("run.yaml")
+    assert plan.config_path == str(here / name / "config.json")
+    assert plan.run == f"runs/{name}"
+
+
+def test_init_names_files_as_seen_from_here(here: Path, capsys: pytest.CaptureFixture[str]):
+    given = ("--prompts", "nofile.jsonl", "--reward", "nomodule:f")
+    message = refusal("init", "model", *given, capsys=capsys)
+    assert "data.prompts: nofile.jsonl does not exist, expected a file" in message
+    assert f"expected one next to the YAML file ({here})" in message
