@@ -100,15 +100,15 @@ def recipe(model: str, gpus: tuple[int, str] | None, data: Data) -> Recipe:
             else:
                 _fit_host(made, model, file)
         except ConfigError as error:
-            raise ValueError(as_seen(str(error), file)) from None
+            raise ValueError(as_seen(str(error), file, os.getcwd())) from None
     return made
 
 
-def as_seen(message: str, file: Path) -> str:
-    """A message of the plan about `file` in a temporary folder, as if the file were in the working
-    directory."""
+def as_seen(message: str, file: Path, folder: str) -> str:
+    """A message of the plan about `file`, which is alone in a temporary folder, as if it were in
+    `folder`; without numbers of lines."""
     without_lines = re.sub(rf"{re.escape(str(file))}:\d+: ", "", message)
-    return without_lines.replace(str(file.parent), os.getcwd())
+    return without_lines.replace(str(file.parent), folder)
 
 
 def _start(made: Recipe, model: str, gpus: tuple[int, str] | None) -> None:

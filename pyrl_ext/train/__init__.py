@@ -3,8 +3,9 @@
 A config that does not hold is refused in a second, before torch is imported.
 """
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pyrl_ext.parallel.launch import launched, refuse
 from pyrl_ext.plan import Plan
@@ -20,10 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    parser = plan_parser("pyrl_ext.train", __doc__)
-    help_text = "keys that may change when the run is resumed: sets resume_allow"
-    parser.add_argument("--allow", action="append", metavar="KEY[,KEY...]", help=help_text)
-    options, plan = parse_plan(parser, arguments, ranks or None, refuse)
+    options, plan = parse_arguments(arguments, ranks or None, refuse)
     if plan is None:
         return 2
     if plan.device == "cuda" and (problem := missing_gpu(plan, options.config)):
@@ -33,6 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from pyrl_ext.train.loop import start  # brings torch and megatron-core
 
     return start(plan)
+
+
+def parse_arguments(
+    arguments: Sequence[str] | None, ranks: int | None, say: Callable[[str], object]
+) -> tuple[argparse.Namespace, Plan | None]:
+    """The options and the compiled plan; None if it does not hold, after saying why.
+
+    Args:
+        ranks: number of processes of the run; None: unknown
+        say: prints the reason
+    """
+    parser = plan_parser("pyrl_ext.train", __doc__)
+    help_text = "keys that may change when the run is resumed: sets resume_allow"
+    parser.add_argument("--allow", action="append", metavar="KEY[,KEY...]", help=help_text)
+    return parse_plan(parser, arguments, ranks, say)
 
 
 def missing_gpu(plan: Plan, config: str) -> str | None:

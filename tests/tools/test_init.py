@@ -266,3 +266,34 @@ def test_init_names_files_as_seen_from_here(here: Path, capsys: pytest.CaptureFi
     message = refusal("init", "model", *given, capsys=capsys)
     assert "data.prompts: nofile.jsonl does not exist, expected a file" in message
     assert f"expected one next to the YAML file ({here})" in message
+
+
+def test_train_of_a_folder_leaves_another_config(here: Path, capsys: pytest.CaptureFixture[str]):
+    written = Path("runs/my model/config.yaml")
+    written.parent.mkdir(parents=True)
+    written.write_text("steps: 3\n")
+    message = refusal("train", "model", "run=runs/my model", capsys=capsys)
+    assert message == (
+        "pyrl train: runs/my model/config.yaml differs from what model gives, expected the same "
+        "config, to resume its run. To go on with it: pyrl train 'runs/my model/config.yaml'; or "
+        "set run= to another folder\n"
+    )
+    assert written.read_text() == "steps: 3\n"
+
+
+def test_train_of_a_folder_makes_none_for_what_does_not_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    unknown = "command line: optimizer.rate=1: unknown key"
+    assert unknown in refusal("train", "model", "optimizer.rate=1", capsys=capsys)
+    wrong = refusal("train", "model", "batching.tokens_per_microbatch=8", capsys=capsys)
+    assert wrong.startswith("command line: batching.tokens_per_microbatch=8: ")
+    missing = refusal("train", "model", "data.prompts=none.jsonl", capsys=capsys)
+    assert "runs/model/none.jsonl does not exist" in missing
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "model", "--help"])
+    assert ended.value.code == 0
+    assert not Path("runs").exists()
+    Path("runs").write_text("a file")
+    unmade = "runs/model/config.yaml: Not a directory, expected a run folder that can be made"
+    assert unmade in refusal("train", "model", "run=", capsys=capsys)
