@@ -1,12 +1,13 @@
 """Write the config of a run from a model's name: pyrl init MODEL > run.yaml.
 
-MODEL is a folder of Hugging Face's, a hub id, or a shipped config (--list), whose model it takes.
+MODEL is a Hugging Face folder, a hub id, or the name of a shipped config (--list): its model.
 Layout, microbatch, recomputation and offloading are the fastest of pyrl plan --suggest that fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from pyrl_ext.plan.shipped import config_name, config_names, shipped_models
 from pyrl_ext.plan.task_options import SYMBOLS
 from pyrl_ext.tools import configs
 from pyrl_ext.tools.doctor import gpus_here
-from pyrl_ext.tools.recipe import GPUS, Data, Recipe, recipe
+from pyrl_ext.tools.recipe import GPUS, Data, Gpus, Recipe, recipe
+
+_SAME_MEMORY = 0.9  # least share of the data sheet's memory that counts as the same GPU
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,22 +81,38 @@ def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None)
             f"{model}: a config without weights, expected a model. Run it as it is: "
             f"`pyrl train {name}`"
         )
-    gpus = _gpus_here(ranks) if options.gpus is None else parse_gpus(options.gpus)
+    gpus = _gpus_here(ranks) if options.gpus is None else Gpus(*parse_gpus(options.gpus))
     return recipe(model, gpus, Data(options.prompts, options.reward, options.task))
 
 
-def _gpus_here(ranks: int | None) -> tuple[int, str] | None:
-    """(number, kind) of this machine's GPUs; None: it has none."""
-    names = [str(gpu["name"]) for gpu in gpus_here()]
-    if not names:
+def _gpus_here(ranks: int | None) -> Gpus | None:
+    """This machine's GPUs; None: it has none."""
+    here = gpus_here()
+    if not here:
         return None
-    kinds = [kind for kind in GPUS if kind in names[0]]
-    if not kinds:
-        raise ValueError(
-            f"this machine has {names[0]}, expected one of {', '.join(GPUS)}; others "
-            "have no data sheet here. Name one that is like it: --gpus 1xA100"
-        )
-    return ranks or len(names), kinds[0]
+    name = str(here[0]["name"])
+    memory = min(int(gpu["memory"]) for gpu in here)
+    return gpus_named(name, memory, ranks or len(here))
+
+
+def gpus_named(name: str, memory: int, count: int) -> Gpus:
+    """GPUs by what nvidia-smi reports.
+
+    Args:
+        name: such as `NVIDIA A100-SXM4-40GB`
+        memory: of each [bytes]; kept if it is clearly less than the data sheet's
+
+    Raises:
+        ValueError: there is no data sheet of such a GPU
+    """
+    words = re.split(r"\W+", name)
+    for kind, sheet in GPUS.items():
+        if kind in words:
+            return Gpus(count, kind, memory if memory < _SAME_MEMORY * sheet.memory else None)
+    raise ValueError(
+        f"this machine has {name}, expected one of {', '.join(GPUS)}; others have no data sheet "
+        "here. Name one that is like it: --gpus 1xA100"
+    )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from pyrl_ext.plan.language.errors import ConfigError, show
 from pyrl_ext.plan.language.paths import is_hub_id
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import GPUS, memory_limit
-from pyrl_ext.plan.model.units import GIB, duration, size
+from pyrl_ext.plan.model.units import GIB, MIB, duration, size
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules.model import OTHER_WEIGHTS
 
-__all__ = ["GPUS", "Data", "Recipe", "as_seen", "recipe"]
+__all__ = ["GPUS", "Data", "Gpus", "Recipe", "as_seen", "recipe"]
 
 _COLUMN = 36  # where comments begin
 _MOST_GPUS = 1024
@@ -45,6 +45,15 @@ class Data(NamedTuple):
     prompts: str | None = None
     reward: str | None = None
     task: str | None = None
+
+
+class Gpus(NamedTuple):
+    """GPUs that a run is planned for."""
+
+    count: int
+    kind: str
+    memory: int | None = None
+    """Of each [bytes]; None: that of the data sheet."""
 
 
 @dataclass
@@ -79,8 +88,8 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
 
-def recipe(model: str, gpus: tuple[int, str] | None, data: Data) -> Recipe:
-    """The recipe for a folder or hub id on `gpus`, (number, kind); None: on this machine's CPU.
+def recipe(model: str, gpus: Gpus | None, data: Data) -> Recipe:
+    """The recipe for a folder or hub id on `gpus`; None: on this machine's CPU.
 
     Raises:
         ValueError: with the problems of the model, the prompts or the reward, or with what the run
@@ -96,7 +105,7 @@ def recipe(model: str, gpus: tuple[int, str] | None, data: Data) -> Recipe:
         try:
             _shorten(made, _draft(made, file))
             if gpus:
-                _fit_gpus(made, model, *gpus, file)
+                _fit_gpus(made, model, gpus, file)
             else:
                 _fit_host(made, model, file)
         except ConfigError as error:
@@ -111,7 +120,7 @@ def as_seen(message: str, file: Path, folder: str) -> str:
     return without_lines.replace(str(file.parent), folder)
 
 
-def _start(made: Recipe, model: str, gpus: tuple[int, str] | None) -> None:
+def _start(made: Recipe, model: str, gpus: Gpus | None) -> None:
     name = os.path.basename(os.path.abspath(model))
     made.set("device", "cuda" if gpus else "cpu", "where the trainer runs")
     if not gpus:
@@ -119,7 +128,10 @@ def _start(made: Recipe, model: str, gpus: tuple[int, str] | None) -> None:
     made.set("steps", 200 if gpus else 20, "each generates, scores and trains; resume with more")
     made.set("run", f"runs/{name}", "folder of metrics, checkpoints and the run's page")
     if gpus:
-        made.set("hardware.gpu", gpus[1], "the plan refuses what does not fit its memory")
+        made.set("hardware.gpu", gpus.kind, "the plan refuses what does not fit its memory")
+        if gpus.memory is not None:
+            memory = f"{gpus.memory // MIB}MiB"
+            made.set("hardware.memory", memory, "of each, as nvidia-smi reports")
     else:
         memory = f"{_host_memory() // GIB}GiB"
         made.set("hardware.memory", memory, "of this machine; the plan refuses what does not fit")
@@ -136,8 +148,8 @@ def _holds_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", *OTHER_WEIGHTS))
 
 
-def _batch(made: Recipe, gpus: tuple[int, str] | None) -> None:
-    count = gpus[0] if gpus else 0
+def _batch(made: Recipe, gpus: Gpus | None) -> None:
+    count = gpus.count if gpus else 0
     samples = 8 if gpus else 4
     made.set("batching.prompts", max(64, count) if gpus else 8, "of a step")
     made.set("batching.samples_per_prompt", samples, "a group, whose rewards are compared")
@@ -155,7 +167,7 @@ def _batch(made: Recipe, gpus: tuple[int, str] | None) -> None:
         made.set("rollout.max_new_tokens", 64, "longest response; few, since a CPU is slow")
 
 
-def _objective(made: Recipe, gpus: tuple[int, str] | None) -> None:
+def _objective(made: Recipe, gpus: Gpus | None) -> None:
     made.set("objective.preset", "dapo", "GRPO with room for unlikely tokens to grow")
     if not gpus:
         made.set("objective.dynamic_sampling", 2, "most rounds of prompts; few, on a CPU")
@@ -167,10 +179,10 @@ def _objective(made: Recipe, gpus: tuple[int, str] | None) -> None:
         made.set("optimizer.distributed", False, "")
 
 
-def _data(made: Recipe, gpus: tuple[int, str] | None, data: Data) -> None:
+def _data(made: Recipe, gpus: Gpus | None, data: Data) -> None:
     if data.prompts is not None:
         made.set("data.prompts", data.prompts, "one in eight is held out for evaluation")
-        made.set("data.reward", data.reward, "scores a response, in processes of its own")
+        made.set("data.reward", data.reward, "scores a response, in separate processes")
         made.set("data.max_prompt_tokens", 1024 if gpus else 256, "longer prompts are errors")
         return
     why = "built in" if data.task else "built in, to run at once; or set prompts and reward"
@@ -212,12 +224,14 @@ def _fit_host(made: Recipe, model: str, file: Path) -> None:
     )
 
 
-def _fit_gpus(made: Recipe, model: str, count: int, kind: str, file: Path) -> None:
+def _fit_gpus(made: Recipe, model: str, gpus: Gpus, file: Path) -> None:
     """Set the fastest layout that fits, with the smallest engine that does."""
+    count, kind, memory = gpus
     if found := _search(made, count, kind, file):
         _take(made, model, found, f"{count} {kind}")
         return
-    what = f"{model} does not fit {count} {kind}"
+    of_memory = f" of {size(memory)}" if memory else ""
+    what = f"{model} does not fit {count} {kind}{of_memory}"
     other = 1
     while other <= _MOST_GPUS:
         if _search(made, other, kind, file, _LEAST):
@@ -316,10 +330,7 @@ def _take(made: Recipe, model: str, found: Suggestion, gpus: str) -> None:
         f"  torchrun --nproc-per-node {min(plan.world_size, _NODE)} -m pyrl_ext.train run.yaml",
     ]
     if plan.world_size > _NODE:
-        made.head += [
-            "",
-            f"{plan.world_size // _NODE} nodes: docs/clusters.md says how to start them.",
-        ]
+        made.head += ["", f"{plan.world_size // _NODE} nodes: see docs/clusters.md"]
 
 
 def _limit(plan: Plan) -> int:

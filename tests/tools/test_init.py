@@ -16,7 +16,10 @@ from pyrl_ext.cli import main
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.yaml_tree import read
+from pyrl_ext.plan.model.units import MIB
 from pyrl_ext.plan.shipped import shipped_models
+from pyrl_ext.tools.init import gpus_named
+from pyrl_ext.tools.recipe import Data, Gpus, recipe
 from tests.helpers.configs import CONFIGS
 
 pytestmark = pytest.mark.multiprocess
@@ -297,3 +300,33 @@ def test_train_of_a_folder_makes_none_for_what_does_not_run(
     Path("runs").write_text("a file")
     unmade = "runs/model/config.yaml: Not a directory, expected a run folder that can be made"
     assert unmade in refusal("train", "model", "run=", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "gpus"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81920, Gpus(4, "A100")),
+        ("NVIDIA A100-SXM4-40GB", 40960, Gpus(4, "A100", 40960 * MIB)),
+        ("NVIDIA H100 80GB HBM3", 81559, Gpus(4, "H100")),
+        ("NVIDIA H100 NVL", 95830, Gpus(4, "H100")),
+        ("NVIDIA H200", 143771, Gpus(4, "H200")),
+    ],
+)
+def test_gpus_are_those_that_nvidia_smi_names(name: str, memory: int, gpus: Gpus):
+    assert gpus_named(name, memory * MIB, 4) == gpus
+
+
+def test_init_takes_no_other_gpu_for_one_of_a_like_name():
+    with pytest.raises(ValueError, match="this machine has NVIDIA GH200 480GB, expected one of"):
+        gpus_named("NVIDIA GH200 480GB", 97871 * MIB, 1)
+
+
+def test_init_plans_for_the_memory_of_these_gpus(here: Path):
+    memory = 40960 * MIB
+    made = recipe("model", Gpus(1, "A100", memory), Data())
+    Path("run.yaml").write_text(made.text())
+    plan = compile_plan("run.yaml")
+    assert (plan.hardware.gpu, plan.hardware.memory) == ("A100", memory)
+    assert "at the peak of 40 GiB" in made.head[0]
+    with pytest.raises(ValueError, match=r"does not fit 1 A100 of 40 GiB, expected for example"):
+        recipe("zai-org/GLM-4.7-Flash", Gpus(1, "A100", memory), Data())
