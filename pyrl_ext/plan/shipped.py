@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +84,13 @@ def hint(path: str) -> str:
     a sentence; "" if there is none."""
     if near := _near_file(path):
         return f". Did you mean {near}?"
-    close = difflib.get_close_matches(config_name(path), config_names(), n=3)
+    close = names_like(path, config_names())
     return f". Shipped configs with a name like this: {', '.join(close)}" if close else ""
+
+
+def names_like(path: str, names: Iterable[str]) -> list[str]:
+    """Those of `names`, at most three, that are like the name of a config, the likeliest first."""
+    return difflib.get_close_matches(config_name(path).lower(), names, n=3)
 
 
 def _near_file(path: str) -> str | None:

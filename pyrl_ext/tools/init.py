@@ -13,8 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyrl_ext.plan.command import called
+from pyrl_ext.plan.compile import load
+from pyrl_ext.plan.language.paths import is_hub_id
 from pyrl_ext.plan.model.hardware import parse_gpus
-from pyrl_ext.plan.shipped import config_name, config_names, shipped_models
+from pyrl_ext.plan.shipped import (
+    ShippedModel,
+    config_file,
+    config_name,
+    config_names,
+    names_like,
+    shipped_models,
+)
 from pyrl_ext.plan.task_options import SYMBOLS
 from pyrl_ext.tools import configs
 from pyrl_ext.tools.doctor import gpus_here
@@ -32,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for model in shipped_models().values():
-            print(f"pyrl init {model.config:20} {model.hub_id}")
+            if _is_colocated(model):
+                print(f"pyrl init {model.config:20} {model.hub_id}")
         print("\nConfigs that run as they are, `pyrl train NAME`:\n")
         return configs.main([])
     if options.model is None:
@@ -72,17 +82,41 @@ def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None)
         raise ValueError("--prompts and --reward, expected both or neither")
     if options.prompts is not None and options.task is not None:
         raise ValueError("--task with --prompts, expected one of them")
-    named = [each for each in shipped_models().values() if each.config == config_name(model)]
-    if named and not Path(model).exists():
-        model = named[0].hub_id
-    elif config_name(model) in config_names() and not Path(model).exists():
-        name = config_name(model)
-        raise ValueError(
-            f"{model}: a config without weights, expected a model. Run it as it is: "
-            f"`pyrl train {name}`"
-        )
+    shipped = config_name(model) in config_names()  # such as configs/glm47, like a hub id
+    if not Path(model).exists() and (shipped or not is_hub_id("", model)):
+        model = _hub_id_of(model)
     gpus = _gpus_here(ranks) if options.gpus is None else Gpus(*parse_gpus(options.gpus))
     return recipe(model, gpus, Data(options.prompts, options.reward, options.task))
+
+
+def _hub_id_of(name: str) -> str:
+    """The hub id of the model that a shipped config trains.
+
+    Raises:
+        ValueError: there is no such config, or it has no weights
+    """
+    models = {model.config: model for model in shipped_models().values()}
+    config = config_name(name)
+    if config in models:
+        return models[config].hub_id
+    if config in config_names():
+        raise ValueError(
+            f"{name}: a config without weights, expected a model. Run it as it is: "
+            f"`pyrl train {config}`"
+        )
+    close = names_like(name, models)
+    hint = f"Did you mean {' or '.join(close)}?" if close else "`pyrl init --list` lists them"
+    raise ValueError(
+        f"{name}: no such folder, expected a Hugging Face folder, a hub id (owner/name) or the "
+        f"name of a shipped model. {hint}"
+    )
+
+
+def _is_colocated(model: ShippedModel) -> bool:
+    """True if the config of a model has all on the trainer's GPUs, as the configs made here do:
+    no encoders, and no engines on other GPUs."""
+    plan = load(config_file(model.config)).tree
+    return "modules" not in plan and "launch" not in plan["rollout"]
 
 
 def _gpus_here(ranks: int | None) -> Gpus | None:

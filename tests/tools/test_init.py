@@ -149,8 +149,22 @@ def test_init_says_what_a_model_needs(
 def test_init_lists_models_and_configs(capsys: pytest.CaptureFixture[str]):
     text = init("--list", capsys=capsys)
     for model in shipped_models().values():
-        assert f"pyrl init {model.config:20} {model.hub_id}\n" in text
+        made = model.config not in (
+            "deepseek_v3",
+            "qwen3_vl_30b",
+        )  # these need more than init makes
+        assert (f"pyrl init {model.config:20} {model.hub_id}\n" in text) == made
+        assert f"\n{model.config} " in text
     assert "\ntiny " in text
+
+
+@pytest.mark.parametrize("name", ["glm4", "GLM47"])
+def test_init_says_which_model_was_meant(name: str, here: Path, capsys: pytest.CaptureFixture[str]):
+    expected = f"pyrl init: {name}: no such folder, expected a Hugging Face folder, a hub id"
+    message = refusal("init", name, capsys=capsys)
+    assert message.startswith(expected)
+    assert "Did you mean glm47" in message
+    assert "with a name like this: glm47" in refusal("plan", name, capsys=capsys)
 
 
 def test_plan_takes_sizes_from_the_cache_of_the_hub(here: Path, hub: Path):
@@ -194,7 +208,11 @@ def test_init_refuses_what_is_no_model(here: Path, capsys: pytest.CaptureFixture
     missing = "model.tokenizer: model holds no tokenizer.json, expected a folder with"
     assert missing in refusal("init", "model", capsys=capsys)
     shutil.rmtree("model")
+    Path("model").mkdir()
     none = "'model': no config.json with a model_type, expected a Hugging Face folder"
+    assert none in refusal("init", "model", capsys=capsys)
+    Path("model").rmdir()
+    none = "model: no such folder, expected a Hugging Face folder"
     assert none in refusal("init", "model", capsys=capsys)
     assert not Path("runs").exists()
 
@@ -206,6 +224,7 @@ def test_init_refuses_arguments_that_do_not_go_together(
     both = ("--prompts", "x", "--reward", "a:b", "--task", "add")
     assert "expected one of them" in refusal("init", "model", *both, capsys=capsys)
     assert "`pyrl train tiny`" in refusal("init", "tiny", capsys=capsys)
+    assert "`pyrl train examples/reward`" in refusal("init", "examples/reward", capsys=capsys)
     assert "expected a number and one of" in refusal("init", "model", "--gpus", "8", capsys=capsys)
 
 
