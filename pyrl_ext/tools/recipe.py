@@ -50,7 +50,7 @@ class Data(NamedTuple):
 class Gpus(NamedTuple):
     """GPUs that a run is planned for."""
 
-    count: int
+    number: int
     kind: str
     memory: int | None = None
     """Of each [bytes]; None: that of the data sheet."""
@@ -149,7 +149,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _batch(made: Recipe, gpus: Gpus | None) -> None:
-    count = gpus.count if gpus else 0
+    count = gpus.number if gpus else 0
     samples = 8 if gpus else 4
     made.set("batching.prompts", max(64, count) if gpus else 8, "of a step")
     made.set("batching.samples_per_prompt", samples, "a group, whose rewards are compared")
