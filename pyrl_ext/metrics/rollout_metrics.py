@@ -63,7 +63,7 @@ SCORING_METRICS = (
         "Time that a rank waited for rewards after its responses were there, the longest.",
     ),
     Metric("scoring/retries", "calls", "Calls of the reward function that were made again."),
-    Metric("scoring/dropped", "responses", "Responses that are not trained on without a reward."),
+    Metric("scoring/dropped", "responses", "Responses without a reward; they are not trained on."),
     *(
         Metric(f"scoring/dropped/{reason}", "responses", f"Those of them where {meaning}.")
         for reason, meaning in REWARD_REASONS.items()
