@@ -212,6 +212,12 @@ def _add_scores(scores: Scores, rank_scores: dict[str, Tensor]) -> None:
         scores[key] = (tokens, logprobs)
 
 
+def step_of(file: Path) -> int | None:
+    """The step in the name of a file that a `Recorder` wrote; None: another file."""
+    name = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
+    return int(name[1]) if name else None
+
+
 class Recorder:
     """Writes the rollout batches of a run: one file for each step and rank with samples.
 
@@ -226,8 +232,8 @@ class Recorder:
         self.folder = Path(folder)
         self.topo = topo
         for file in self.folder.glob("**/step-*.safetensors") if topo.is_main else ():
-            name = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
-            if name and int(name[1]) >= start:
+            step = step_of(file)
+            if step is not None and step >= start:
                 file.unlink()
 
     def of_set(self, name: str) -> Recorder:

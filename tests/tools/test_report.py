@@ -356,6 +356,18 @@ def test_recorded_leaves_out_a_file_that_cannot_be_read(tmp_path: Path):
     assert "expected a whole file of save_samples" in recorded(Folder(path)).missing
 
 
+def test_recorded_skips_files_that_are_not_of_a_step(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=1)
+    whole = recorded(Folder(path))
+    file = path / "kept/step-000000.safetensors"
+    for name in ("step-bad", "step-", "step-000000-copy"):
+        (path / f"kept/{name}.safetensors").write_bytes(file.read_bytes())
+    assert recorded(Folder(path)) == whole
+    late = path / "kept/step-1234567.safetensors"
+    file.rename(late)
+    assert recorded(Folder(path)).step == 1234567
+
+
 def test_shares_fill_the_page_with_the_newest_step_and_equal_parts_of_others():
     assert shares([6, 6, 4], 16) == [6, 6, 4]
     assert shares([6, 6, 4], 15) == [6, 4, 4]

@@ -194,7 +194,7 @@ def shares(sizes: Sequence[int], most: int) -> list[int]:
 def _batches(folder: Folder, result: Recorded) -> list[Batch]:
     """What the run and `pyrl eval` recorded: the newest step of training, then all others, newer
     ones first. Files that cannot be read are in the note."""
-    from pyrl_ext.rollout.recorded import EVALUATIONS, read_index
+    from pyrl_ext.rollout.recorded import EVALUATIONS, read_index, step_of
 
     patterns = {f"{RESULTS.parent}/*/": " (pyrl eval)"}
     if folder.plan and (record := folder.plan.rollout.record):
@@ -202,8 +202,10 @@ def _batches(folder: Folder, result: Recorded) -> list[Batch]:
     found: dict[tuple[str, int], Batch] = {}
     for pattern, suffix in patterns.items():
         for file in sorted(folder.path.glob(f"{pattern}step-*.safetensors")):
+            step = step_of(file)
+            if step is None:
+                continue
             name = file.parent.name + suffix if "*" in pattern else TRAINING
-            step = int(file.stem[len("step-") :][:6])
             batch = found.setdefault((name, step), Batch(name, step))
             try:
                 batch.files[file] = len(read_index(file)["samples"])
