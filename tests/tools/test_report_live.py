@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.rollout.recorded import load_samples, save_samples
+from pyrl_ext.samples import Sample
 from pyrl_ext.tools.report.__main__ import main
 from tests.helpers import browser
 from tests.helpers.deadline import DEADLINE
@@ -141,6 +145,43 @@ def test_highlighted_samples_are_distinct(tmp_path: Path):
         page.run("document.querySelector('[data-route]').selectedIndex = 1")
         page.run("document.querySelector('[data-route]').dispatchEvent(new Event('change'))")
         assert page.run(underlined) != before
+
+
+def write_scores(path: Path, sample: Sample, logprobs: torch.Tensor) -> None:
+    """The trainer's log-probs of the tokens of a sample in step 0, the first one left out."""
+    places = torch.arange(1, sample.tokens.numel(), dtype=torch.int32)
+    scores = {
+        "ids": torch.tensor([[sample.prompt_id, sample.index, sample.turn]]),
+        "samples": torch.zeros_like(places),
+        "tokens": places,
+        "logprobs": logprobs,
+    }
+    (path / "kept/scores").mkdir()
+    save_file(scores, path / "kept/scores/step-000000-rank-0.safetensors")
+
+
+def test_log_probs_and_rewards_that_are_not_finite_are_shown_as_missing(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=1)
+    file = path / "kept/step-000000.safetensors"
+    samples = load_samples(file)
+    samples[5] = replace(samples[5], components={"right": math.nan, "short": -math.inf})
+    samples[0] = replace(samples[0], reward=math.nan)
+    save_samples(file, samples, 0)
+    trainer = samples[5].rollout_logprobs[1:] + 0.2
+    trainer[-1] = math.nan
+    trainer[-2] = -math.inf
+    write_scores(path, samples[5], trainer)
+    with opened(written(tmp_path, path)) as page:
+        first = "[data-best] .sample:first-child"
+        assert page.texts(f"{first} b") == ["reward 5"]
+        count = len(samples[5].response)
+        assert count > 2
+        assert len(page.texts(f"{first} .sampled.tone-3")) == count - 2
+        assert len(page.texts(f"{first} .sampled.tone-missing")) == 2
+        title = page.run("document.querySelector('.tone-missing').title")
+        assert "; no finite log-prob of the trainer" in title
+        assert column(page, 5)[0] == "–" and column(page, 6)[5] == column(page, 7)[5] == "–"
+        assert page.errors == []
 
 
 def test_configs_are_shown_and_compared(tmp_path: Path):

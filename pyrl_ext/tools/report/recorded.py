@@ -55,12 +55,13 @@ class ShownSample:
         step: whose update trains on it, or that was finished when it was evaluated.
         name: its prompt and number in words.
         reward: None if it is not finite.
-        parts: components of the reward by name.
+        parts: components of the reward by name; None if one is not finite.
         length: number of tokens after the prompt.
         truncated: True if the budget of tokens ended it.
         kinds: a letter for each piece: prompt, sampled, observed, or x for a remark.
         logprobs: of the engine [nats]; 0 where nothing was sampled.
-        gaps: the trainer's log-prob before the update, minus the engine's; None where not known.
+        gaps: the trainer's log-prob before the update, minus the engine's; None where it is not
+            known or not finite. Empty if the trainer's log-probs are not known.
         experts: of the first token, by router layer; empty if they are left out.
     """
 
@@ -68,7 +69,7 @@ class ShownSample:
     step: int
     name: str
     reward: float | None
-    parts: dict[str, float]
+    parts: dict[str, float | None]
     length: int
     truncated: bool
     texts: list[str] = field(default_factory=list[str])
@@ -89,7 +90,9 @@ class ShownSample:
         self.kinds += kind
         self.texts.append(text)
         self.logprobs.append(round(logprob, 3))
-        self.gaps.append(None if gap is None else float(f"{gap:.2g}"))
+        if gap is not None:
+            gap = float(f"{gap:.2g}") if math.isfinite(gap) else None
+        self.gaps.append(gap)
         self.experts.append(experts)
 
 
@@ -304,8 +307,8 @@ def _shown(
         set=batch.set,
         step=batch.step,
         name=_name(sample),
-        reward=round(sample.reward, 6) if math.isfinite(sample.reward) else None,
-        parts={name: round(value, 6) for name, value in sample.components.items()},
+        reward=_rounded(sample.reward),
+        parts={name: _rounded(value) for name, value in sample.components.items()},
         length=size - sample.prompt_len,
         truncated=sample.finish_reason == "length",
     )
@@ -336,6 +339,10 @@ def _shown(
     if not gaps:
         shown.gaps.clear()
     return shown
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
 
 
 def visible(text: str) -> str:

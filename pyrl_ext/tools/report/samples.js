@@ -13,17 +13,21 @@
   function number(value) {
     return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
   }
+  function level(limits, test) { return limits.filter(test).length; }
   function tokens(sample) {
     var made = element("div", "tokens");
     made.dir = "auto";
     sample.texts.forEach(function (text, i) {
       var kind = KINDS[sample.kinds[i]], words = kind, tone = 0, logprob = sample.logprobs[i];
-      var gap = sample.gaps.length ? sample.gaps[i] : null, experts = sample.experts[i];
+      var compared = sample.gaps.length > 0, gap = compared ? sample.gaps[i] : null, experts = sample.experts[i];
       if (kind === "sampled") {
-        tone = data.tones[gap === null ? "unlikely" : "gaps"].filter(function (limit) {
-          return gap === null ? logprob < limit : Math.abs(gap) > limit;
-        }).length;
-        words += ", log-prob " + logprob + (gap === null ? "" : "; trainer minus engine " + gap);
+        words += ", log-prob " + logprob;
+        if (!compared) tone = level(data.tones.unlikely, function (limit) { return logprob < limit; });
+        else if (gap === null) { tone = "missing"; words += "; no finite log-prob of the trainer"; }
+        else {
+          tone = level(data.tones.gaps, function (limit) { return Math.abs(gap) > limit; });
+          words += "; trainer minus engine " + gap;
+        }
       }
       var piece = element("bdi", kind + " tone-" + tone, text);
       piece.title = words + (experts ? "; experts " + experts : "");
