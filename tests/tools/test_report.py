@@ -25,7 +25,7 @@ from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.curves import POINTS, charts, grouped, thinned
 from pyrl_ext.tools.report.events import events
-from pyrl_ext.tools.report.page import memory_bars, report_page, time_bars
+from pyrl_ext.tools.report.page import differences, memory_bars, report_page, time_bars
 from pyrl_ext.tools.report.recorded import HEAD, TAIL, recorded, shares, visible
 from pyrl_ext.tools.report.state import Folder, folders
 from tests.helpers import browser
@@ -151,6 +151,15 @@ def test_page_names_runs_by_distinct_paths_and_says_what_is_missing(tmp_path: Pa
     assert "a/run" in words and "b/run" in words
     assert "plan.json: No such file or directory" in words and "not a plan of this" in words
     assert "failed" in words and "ValueError: <no> room" in words
+
+
+def test_differences_are_those_of_the_runs_with_a_plan(tmp_path: Path):
+    paths = [write_history(tmp_path / name, 3) for name in ("a", "b", "c")]
+    (paths[0] / "plan.json").write_text(tiny_plan(*QUICK, "optimizer.lr=1e-3").to_json())
+    assert differences([Folder(path) for path in paths]) == []
+    (paths[2] / "plan.json").write_text(tiny_plan(*QUICK, "optimizer.lr=2e-3").to_json())
+    rows = differences([Folder(path) for path in paths])
+    assert rows == [("optimizer.lr", ["0.001", "-", "0.002"])]
 
 
 def test_main_writes_the_page_and_refuses_what_it_cannot_read(

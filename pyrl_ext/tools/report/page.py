@@ -108,16 +108,21 @@ def data_block(
 
 
 def differences(folders: Sequence[Folder]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in all plans, and the value of each run in JSON; "-" if it
-    lacks the key, or its plan cannot be read. Sizes of the model are below ``hf``."""
+    """Keys whose values are not the same in all plans that can be read, and the value of each run
+    in JSON; "-" if it lacks the key, or its plan cannot be read. Sizes of the model are below
+    ``hf``."""
     plans: list[dict[str, str]] = []
     for folder in folders:
         fields = folder.plan.model_dump(mode="json") if folder.plan else {}
         flat = flatten(fields, {*NOT_COMPARED, "run"})
         plans.append({key: json.dumps(value, ensure_ascii=False) for key, value in flat.items()})
-    keys = dict.fromkeys(key for plan in plans for key in plan)
-    rows = [(key, [plan.get(key, "-") for plan in plans]) for key in keys]
-    return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
+    rows: list[tuple[str, list[str]]] = []
+    for key in dict.fromkeys(key for plan in plans for key in plan):
+        texts = [plan.get(key, "-") for plan in plans]
+        compared = {text for text, plan in zip(texts, plans, strict=True) if plan}
+        if len(compared) > 1:
+            rows.append((key, texts))
+    return rows
 
 
 # Bars of measured numbers, and of the plan's estimates ------------------------------------------
