@@ -112,17 +112,29 @@ class Page:
             for kind in ("mousePressed", "mouseReleased"):
                 self.call("Input.dispatchMouseEvent", type=kind, clickCount=count, **at)
 
-    def drag(self, selector: str, start: float, end: float) -> None:
-        """Press at the share ``start`` of an element's width, and release at ``end``."""
+    def drag(
+        self, selector: str, start: float, end: float, above: float = 0, button: str = "left"
+    ) -> None:
+        """Press at the share ``start`` of an element's width, and release at ``end``.
+
+        Args:
+            selector: of the element
+            start: share of its width
+            end: share of its width
+            above: where to press, from the element's top up [px]; 0: press its middle
+            button: of the mouse
+        """
         left, top, width, height = self.place(selector)
-        for kind, share, button in (
-            ("mouseMoved", start, "none"),
-            ("mousePressed", start, "left"),
-            ("mouseMoved", (start + end) / 2, "left"),
-            ("mouseMoved", end, "left"),
-            ("mouseReleased", end, "left"),
+        middle = top + height / 2
+        pressed = top - above if above else middle
+        for kind, share, y, held in (
+            ("mouseMoved", start, pressed, "none"),
+            ("mousePressed", start, pressed, button),
+            ("mouseMoved", (start + end) / 2, middle, button),
+            ("mouseMoved", end, middle, button),
+            ("mouseReleased", end, middle, button),
         ):
-            at = {"x": left + share * width, "y": top + height / 2, "button": button}
+            at = {"x": left + share * width, "y": y, "button": held}
             self.call("Input.dispatchMouseEvent", type=kind, clickCount=1, **at)
 
     def type(self, selector: str, text: str) -> None:

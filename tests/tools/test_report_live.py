@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -255,6 +256,33 @@ def test_curves_have_axes_with_units_and_zoom_together(tmp_path: Path):
         assert 80 <= at <= 120 and time == f"{float(f'{(at + 1) / 3600:.4g}'):g} h"
         page.click(f"{CHARTS} .words")
         assert page.run(f"document.querySelector('{CHARTS} .words.whole') !== null")
+        assert page.errors == []
+
+
+def test_only_a_drag_with_the_left_button_that_begins_in_a_chart_zooms(tmp_path: Path):
+    path = write_history(tmp_path / "a", 200)
+    with opened(written(tmp_path, path)) as page:
+        whole = axis(page)
+        plot = f"{CHARTS} .plot"
+        page.drag(plot, 0.25, 0.75, above=8)  # from the caption
+        assert axis(page) == whole
+        page.drag(plot, 0.25, 0.75, button="right")
+        assert axis(page) == whole
+        page.drag(plot, 0.25, 0.75)
+        assert axis(page) != whole
+        assert page.errors == []
+
+
+def test_a_page_without_storage_shows_curves_and_samples(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=3)
+    assert main([str(path), "--html"]) == 0
+    content = base64.b64encode((path / "report.html").read_bytes()).decode()
+    with opened(f"data:text/html;base64,{content}") as page:  # browsers deny it storage
+        denied = "try { sessionStorage; 'allowed' } catch (error) { error.name }"
+        assert page.run(denied) == "SecurityError"
+        assert page.run(f"document.querySelector('{CHARTS} .plot path') !== null")
+        assert len(column(page, 1)) == 22
+        page.run("dispatchEvent(new Event('pagehide'))")  # as if the reader left it
         assert page.errors == []
 
 

@@ -191,11 +191,13 @@
       box.setAttribute("width", Math.abs(from - to));
     });
     plot.addEventListener("pointerdown", function (event) {
+      if (event.button) return;  // not the left one
       from = place(event);
       plot.setPointerCapture(event.pointerId);
       event.preventDefault();
     });
     plot.addEventListener("pointerup", function (event) {
+      if (from === null) return;  // pressed elsewhere
       var to = place(event), ends = [figure.xAt(from), figure.xAt(to)].sort(function (a, b) { return a - b; });
       if (Math.abs(from - to) > 6 && ends[0] < ends[1]) zoom(ends);
       from = null;

@@ -3,7 +3,10 @@ var state = {zoom: null, hours: false, hidden: [], details: {}, search: "", sort
 (function () {
   "use strict";
   var key = "report " + location.pathname, watched = document.body.dataset.watch;
-  Object.assign(state, JSON.parse(sessionStorage.getItem(key) || "{}"));
+  function stored(use) {  // browsers may deny a page its storage: nothing is kept then
+    try { return use(); } catch (error) { return null; }
+  }
+  Object.assign(state, JSON.parse(stored(function () { return sessionStorage.getItem(key); }) || "{}"));
   function table() { return document.querySelector(".samples") || {}; }
   addEventListener("load", function () {
     scrollTo(0, state.scroll[0]);
@@ -12,7 +15,7 @@ var state = {zoom: null, hours: false, hidden: [], details: {}, search: "", sort
   addEventListener("pagehide", function () {
     state.scroll = [scrollY, table().scrollTop];
     state.typing = document.activeElement.matches("[data-search]");
-    sessionStorage.setItem(key, JSON.stringify(state));
+    stored(function () { sessionStorage.setItem(key, JSON.stringify(state)); });
   });
   if (watched) setInterval(function () {
     fetch("version").then(function (answer) { return answer.text(); }).then(function (version) {
