@@ -8,10 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-
-def family_of(host: str) -> socket.AddressFamily:
-    """IPv6 or IPv4."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+from pyrl_ext.parallel.ports import family_of
 
 
 def own_address(host: str | None, port: int | None) -> str:

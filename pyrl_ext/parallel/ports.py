@@ -70,13 +70,18 @@ def _taken(address: str, found: str) -> Absence:
     return Absence(reason + held, is_taken=True)
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The address family of a host's name or address: IPv6 if it has a colon."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def process_on(host: str, port: int) -> str | None:
     """``name (pid P)`` of the process that holds a port; None: it is free, or not this machine's.
 
     A port that is free is taken for a moment: do not call this while a server starts there.
     """
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=family_of(host)):
             return None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:

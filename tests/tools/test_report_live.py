@@ -8,10 +8,15 @@ import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -43,6 +48,29 @@ def written(folder: Path, *paths: Path, options: tuple[str, ...] = ()) -> str:
     page = folder / "page.html"
     assert main([*map(str, paths), "--html", str(page), *options]) == 0
     return page.as_uri()
+
+
+@contextmanager
+def watching(path: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves the page of a run, and its address; it ends with the context."""
+    command = [sys.executable, "-m", "pyrl_ext.tools.report", str(path), "--watch", "--port", "0"]
+    command += options
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server, server.stdout.readline().split()[0]
+        finally:
+            server.kill()
+
+
+def has_ipv6() -> bool:
+    """True if this machine has the address ::1."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def column(page: Page, number: int) -> list[str]:
@@ -315,10 +343,7 @@ def test_watch_builds_the_page_again_and_keeps_what_the_reader_set(tmp_path: Pat
     metrics = path / "metrics.jsonl"
     text = metrics.read_text()
     metrics.unlink()
-    command = [sys.executable, "-m", "pyrl_ext.tools.report", str(path), "--watch", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().split()[0]
+    with watching(path) as (server, address):
         assert address.startswith("http://127.0.0.1:")
         with opened(address) as page:
             assert "metrics.jsonl, expected a run folder" in page.texts("body")[0]
@@ -353,6 +378,66 @@ def test_watch_builds_the_page_again_and_keeps_what_the_reader_set(tmp_path: Pat
         assert server.wait(DEADLINE) == 0
 
 
+def answer(address: str, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, str]:
+    """Status and text of an answer."""
+    place = urlsplit(address)
+    assert place.hostname is not None
+    connection = HTTPConnection(place.hostname, place.port, timeout=DEADLINE)
+    try:
+        connection.request(method, path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def test_watch_answers_the_methods_and_hosts_of_its_own_page_alone(tmp_path: Path):
+    path = write_history(tmp_path / "a", 3)
+    with watching(path) as (_, address):
+        status, text = answer(address)
+        assert status == 200 and "<h1>" in text
+        assert answer(address, path="/?a") == (200, text)
+        assert answer(address, "HEAD") == (200, "")
+        assert answer(address, path="/a")[0] == answer(address, "HEAD", "/a")[0] == 404
+        for own in ("localhost:1", "127.0.0.1", "[::1]:80", "10.1.2.3:8000"):
+            assert answer(address, Host=own) == (200, text)
+        for other in ("evil.example:8000", "", "[", "127.0.0.1.evil.example"):
+            for place in ("/", "/version"):
+                status, words = answer(address, path=place, Host=other)
+                wanted = f"Host {other}: expected localhost, an IP address or 127.0.0.1; to answer"
+                assert status == 403 and words.startswith(wanted)
+    with watching(path, "--host", "0.0.0.0") as (_, address):
+        assert answer(address, Host="node.example")[0] == 200
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no address ::1")
+def test_watch_serves_on_an_address_of_ipv6(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_history(tmp_path / "a", 3)
+    with watching(path, "--host", "::1") as (_, address):
+        assert address.startswith("http://[::1]:")
+        assert answer(address)[0] == 200
+        port = urlsplit(address).port
+        assert main([str(path), "--watch", "--host", "::1", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"--host ::1 --port {port}: port {port} is held by python")
+
+
+def test_watch_prints_nothing_when_a_browser_leaves(tmp_path: Path):
+    path = write_history(tmp_path / "a", 3)
+    at_once = struct.pack("ii", 1, 0)  # close resets the connection
+    with watching(path) as (server, address):
+        place = urlsplit(address)
+        for request in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") * 3:
+            with socket.create_connection((place.hostname, place.port), DEADLINE) as left:
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                left.sendall(request)
+        assert answer(address)[0] == 200
+        server.send_signal(signal.SIGINT)
+        assert server.wait(DEADLINE) == 0
+        assert server.stderr is not None
+        assert server.stderr.read() == ""
+
+
 def test_watch_names_the_process_that_holds_its_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -365,7 +450,13 @@ def test_watch_names_the_process_that_holds_its_port(
     assert f"(pid {os.getpid()}), expected an address of this machine and a free port." in error
     assert main([str(tmp_path / "none"), "--watch"]) == 2
     assert "none: no such folder, expected the folder of a run" in capsys.readouterr().err
-    for wrong in (["--port", "9"], ["--watch", "--port", "70000"], ["--samples", "-1"]):
+    for wrong in (
+        ["--port", "9"],
+        ["--watch", "--host", ""],
+        ["--watch", "--port", "70000"],
+        ["--samples", "-1"],
+    ):
         with pytest.raises(SystemExit):
             main([str(path), *wrong])
-    assert "--host and --port need --watch" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--host and --port need --watch" in error and '--host "", expected an address' in error

@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--samples {options.samples}, expected a number of samples, at least 0")
     if not options.watch and (options.host, options.port) != (HOST, PORT):
         parser.error("--host and --port need --watch, which serves the page")
+    if not options.host:
+        parser.error('--host "", expected an address of this machine; 0.0.0.0: all of them')
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port}, expected 0 to 65535")
     try:

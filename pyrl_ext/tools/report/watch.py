@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from pyrl_ext.parallel.ports import process_on
+from pyrl_ext.parallel.ports import family_of, process_on
 from pyrl_ext.tools.report.evaluations import RESULTS
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
 
 FILES = ("metrics.jsonl", "plan.json", "plan_changes.jsonl", "error.txt", "lock", RESULTS)
+EVERY_ADDRESS = ("0.0.0.0", "::")
 RETRY_S = 2  # until a browser asks again for the page of a run without a step
 
 
@@ -57,36 +62,8 @@ def watch(runs: Sequence[str], host: str, port: int, most: int) -> None:
     for run in runs:
         if not Path(run).is_dir():
             raise ValueError(f"{run}: no such folder, expected the folder of a run")
-    page = WatchedPage(runs, most)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/version":
-                self._answer(200, "text/plain", page.version)
-            elif self.path != "/":
-                self._answer(404, "text/plain", f"{self.path}: not here, expected /")
-            else:
-                try:
-                    self._answer(200, "text/html", page.text())
-                except (OSError, ValueError) as error:
-                    self._answer(503, "text/plain", f"{error}\nasked again every {RETRY_S} s")
-
-        def _answer(self, status: int, kind: str, text: str) -> None:
-            content = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Cache-Control", "no-store")
-            if status == 503:
-                self.send_header("Refresh", str(RETRY_S))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged."""
-
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = _server(WatchedPage(runs, most), host, port)
     except OSError as error:
         reason = error.strerror
         if error.errno == errno.EADDRINUSE:
@@ -96,8 +73,78 @@ def watch(runs: Sequence[str], host: str, port: int, most: int) -> None:
             "free port. Name another with --port, or 0 for any"
         ) from error
     with server:
-        print(f"http://{host}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        name = f"[{host}]" if ":" in host else host
+        print(f"http://{name}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
+
+
+def _server(page: WatchedPage, host: str, port: int) -> ThreadingHTTPServer:
+    """Raises: OSError if the address cannot be used."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = family_of(host)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a browser may leave at any time
+                super().handle_error(request, client_address)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = self._head()
+            self.wfile.write(content)
+
+        def do_HEAD(self) -> None:
+            self._head()
+
+        def _head(self) -> bytes:
+            """Write the status and the headers; the content to write after them."""
+            status, kind, text = self._answer()
+            content = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            if status == 503:
+                self.send_header("Refresh", str(RETRY_S))
+            self.end_headers()
+            return content
+
+        def _answer(self) -> tuple[int, str, str]:
+            """Status, type and text."""
+            name = self.headers.get("Host", "")
+            if not is_own(name, host):
+                wanted = f"expected localhost, an IP address or {host}"
+                other = "to answer to every name, start with --host 0.0.0.0"
+                return 403, "text/plain", f"Host {name}: {wanted}; {other}"
+            path = self.path.partition("?")[0]
+            try:
+                if path == "/version":
+                    return 200, "text/plain", page.version
+                if path == "/":
+                    return 200, "text/html", page.text()
+            except (OSError, ValueError) as error:
+                return 503, "text/plain", f"{error}\nasked again every {RETRY_S} s"
+            return 404, "text/plain", f"{path}: not here, expected /"
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged."""
+
+    return Server((host, port), Handler)
+
+
+def is_own(header: str, host: str) -> bool:
+    """True if a ``Host`` header names a server on ``host``, and not a name of another site that
+    was made to lead here, whose scripts could then read the page."""
+    if host in EVERY_ADDRESS:
+        return True
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        if name in ("localhost", host.lower()):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
