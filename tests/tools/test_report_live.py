@@ -27,10 +27,12 @@ from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.samples import Sample
 from pyrl_ext.tools.report.__main__ import main
+from pyrl_ext.tools.report.recorded import HEAD
 from tests.helpers import browser
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.live_browser import Page, opened
 from tests.helpers.run_pages import write_history, write_recorded
+from tests.helpers.samples import make_sample
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -141,6 +143,26 @@ def test_samples_are_found_sorted_and_opened(tmp_path: Path, dark: bool, width: 
         for selector in ("[data-sort]", f"{ROWS} td", f"{ROWS} button", "[data-search]", "select"):
             assert contrast(page, selector) > 4.5
         assert page.run("document.documentElement.scrollWidth") == width
+        assert page.errors == []
+
+
+def test_a_search_says_that_parts_of_long_samples_are_left_out(tmp_path: Path):
+    path = write_recorded(tmp_path / "a", steps=1)
+    file = path / "kept/step-000000.safetensors"
+    samples = load_samples(file)
+    long = make_sample(99, 0, prompt_len=2, response_len=2 * HEAD, num_experts=8)
+    long.tokens.fill_(1)
+    long.tokens[HEAD + 1] = 98  # behind the head, before the tail
+    assert all(98 not in sample.tokens for sample in samples)
+    with opened(written(tmp_path, path)) as page:
+        page.type("[data-search]", "script>98")
+        assert page.texts("[data-found]") == ["0 of 10 samples contain it"]
+    save_samples(file, [*samples, long], 0)
+    with opened(written(tmp_path, path)) as page:
+        assert page.texts("[data-found]") == ["11 samples"]
+        page.type("[data-search]", "script>98")
+        words = "0 of 11 samples contain it in the parts shown; parts of 1 are left out"
+        assert page.texts("[data-found]") == [words]
         assert page.errors == []
 
 

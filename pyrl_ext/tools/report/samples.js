@@ -92,7 +92,9 @@
       if (state.open.includes(row.id)) unfold(row, line, columns.length);
     });
     var count = rows.length.toLocaleString("en") + " samples";
+    var cut = rows.filter(function (row) { return row.sample.kinds.includes("x"); }).length;
     if (words) count = found.length.toLocaleString("en") + " of " + count + " contain it";
+    if (words && cut) count += " in the parts shown; parts of " + cut.toLocaleString("en") + " are left out";
     document.querySelector("[data-found]").textContent = count + (found.length > LISTED ? "; the first " + LISTED + " are listed" : "");
   }
   function unfold(row, line, width) {
