@@ -229,11 +229,13 @@ class _Pending:
 
     Attributes:
         began: when its clock started; None: calls before it still run
+        repeated: its first worker did not load user code
     """
 
     request: _Request
     future: Future[Any] = field(default_factory=Future[Any])
     began: float | None = None
+    repeated: bool = False
 
 
 @dataclass(eq=False)
@@ -246,6 +248,7 @@ class _Worker:
         calls: without a result yet, in the order in which they run
         owners: whose state it holds
         loaded: its host is there
+        failure: why it did not load, for messages
         retired: a late call still runs; it gets no new owners
         outbox: pickled messages, which a thread sends: a worker that hangs may take none
     """
@@ -257,6 +260,7 @@ class _Worker:
     calls: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     owners: set[int] = field(default_factory=set[int])
     loaded: bool = False
+    failure: str | None = None
     retired: bool = False
     outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue[bytes | None])
 
@@ -304,7 +308,7 @@ class Pool:
             self.close()
             message = failure.message
             if failure.reason == "lost":
-                message = f"{key}: {message} as it was loaded"
+                message = f"{key}: {message}"
             raise ValueError(message) from None
 
     def submit(
@@ -360,17 +364,21 @@ class Pool:
     def _parts(self, owner: int | None, pendings: list[_Pending]) -> dict[_Worker, list[_Pending]]:
         """The worker of each call."""
         if owner is None:
-            return self._spread(pendings)
+            return self._spread(pendings, self._size)
         return {self._worker_of(owner): pendings}
 
-    def _spread(self, pendings: Sequence[_Pending]) -> dict[_Worker, list[_Pending]]:
-        """The worker of each call without an owner: the one with the fewest calls."""
+    def _spread(self, pendings: Sequence[_Pending], size: int) -> dict[_Worker, list[_Pending]]:
+        """The worker of each call without an owner: the one with the fewest calls.
+
+        Args:
+            size: most workers; another one starts while there are fewer and all have calls
+        """
         usable = [w for w in self._workers if not w.retired and not w.alone]
         loads = {worker: len(worker.calls) for worker in usable}
         parts: dict[_Worker, list[_Pending]] = {}
         for pending in pendings:
             worker = min(loads, key=lambda worker: loads[worker], default=None)
-            if worker is None or (loads[worker] and len(loads) < self._size):
+            if worker is None or (loads[worker] and len(loads) < size):
                 worker = self._start()
                 loads[worker] = 0
             loads[worker] += 1
@@ -404,18 +412,27 @@ class Pool:
             f"import sys; sys.path[:] = {sys.path!r}; from pyrl_ext.data.workers import serve; "
             f"serve({theirs.fileno()}, {alone})"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-X", "faulthandler", "-c", code],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the run alone
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-X", "faulthandler", "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the run alone
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         worker = _Worker(process, Connection(ours.detach()), alone)
         worker.calls[_LOAD] = _Pending(_Request(_LOAD, None, "load", ()))
         worker.outbox.put(self._load)
-        threading.Thread(target=worker.send_all, name="requests", daemon=True).start()
         self._workers.append(worker)
+        try:
+            threading.Thread(target=worker.send_all, name="requests", daemon=True).start()
+        except RuntimeError:  # no more threads
+            worker.kill()
+            raise
         return worker
 
     def _serve(self) -> None:
@@ -429,7 +446,7 @@ class Pool:
                     self._receive_all(worker)
                 if worker.process.poll() is not None:
                     self._end(worker)
-                elif _LOAD not in worker.calls:
+                elif worker.loaded:
                     self._watch(worker)
 
     def _receive_all(self, worker: _Worker) -> None:
@@ -445,6 +462,9 @@ class Pool:
                 if message.number == _LOAD and message.failure is None:
                     _, worker.at_once = message.value
                     worker.loaded = True
+                elif message.number == _LOAD:
+                    worker.failure = f"its worker process did not load: {message.failure.message}"
+                    worker.kill()  # a thread of user code may keep it
             if pending is not None and message.failure is not None:
                 pending.future.set_exception(message.failure)
             elif pending is not None:
@@ -482,7 +502,10 @@ class Pool:
             self._workers.remove(worker)
             worker.outbox.put(None)
             worker.connection.close()
-            self._lose(worker, f"its worker process ended with exit code {code}")
+            message = f"its worker process ended with exit code {code}"
+            if not worker.loaded and worker.failure is None:
+                worker.failure = f"{message} as it was loaded"
+            self._lose(worker, message)
             worker.retired = True
 
     def _lose(self, worker: _Worker, message: str) -> None:
@@ -491,19 +514,50 @@ class Pool:
         worker.calls.clear()
         for pending in calls:
             pending.began = None
+        if worker.failure is not None:
+            self._lose_unloaded(worker, calls, worker.failure)
+            return
         running = len(calls)
-        repeats = worker.loaded and worker.at_once is not None
-        if repeats:
+        if worker.at_once is not None:
             running = 0 if worker.retired else worker.at_once
         suspects = calls[:running]
         others = calls[running:]
-        if repeats and len(suspects) > 1:
-            self._send({self._alone(): suspects})
+        if worker.at_once is not None and len(suspects) > 1:
+            self._repeat(suspects, message, alone=True, size=1)
             suspects = []
-        if others:
-            self._send({self._alone(): others} if worker.alone else self._spread(others))
-        for pending in suspects:
-            pending.future.set_exception(CallFailed("lost", message))
+        self._repeat(others, message, worker.alone, self._size)
+        _fail(suspects, message)
+
+    def _lose_unloaded(self, worker: _Worker, calls: list[_Pending], message: str) -> None:
+        """Make calls without an owner again, each once: none began. Workers that load get them."""
+        again: list[_Pending] = []
+        lost: list[_Pending] = []
+        for pending in calls:
+            request = pending.request
+            if request.number == _LOAD or request.owner is not None or pending.repeated:
+                lost.append(pending)
+            else:
+                pending.repeated = True
+                again.append(pending)
+        self._repeat(again, message, worker.alone, size=1)
+        _fail(lost, message)
+
+    def _repeat(self, pendings: list[_Pending], message: str, alone: bool, size: int) -> None:
+        """Send calls of a worker that ended to others, or fail them if none can start.
+
+        Args:
+            message: how it ended
+            alone: they are made one after the other
+            size: as of `_spread`
+        """
+        if not pendings:
+            return
+        try:
+            parts = {self._alone(): pendings} if alone else self._spread(pendings, size)
+        except (OSError, RuntimeError) as error:  # no more processes, memory, files or threads
+            _fail(pendings, f"{message}; another did not start: {describe(error)}")
+            return
+        self._send(parts)
 
     def _alone(self) -> _Worker:
         """The worker that runs calls one after the other."""
@@ -511,3 +565,9 @@ class Pool:
             if worker.alone and not worker.retired:
                 return worker
         return self._start(alone=True)
+
+
+def _fail(pendings: Sequence[_Pending], message: str) -> None:
+    """End calls whose worker is lost."""
+    for pending in pendings:
+        pending.future.set_exception(CallFailed("lost", message))

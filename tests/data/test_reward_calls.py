@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -144,3 +146,88 @@ def test_the_next_group_raises_what_an_earlier_call_failed_with():
         assert isinstance(call.done.exception(DEADLINE), workers.CallFailed)
         with pytest.raises(RuntimeError, match="raised ConnectionError"):
             scorer([sample(0)])
+
+
+def test_calls_fail_if_no_other_worker_can_start(capfd: pytest.CaptureFixture[str]):
+    with judge(concurrency=3, drops=True) as reward:
+        before, _ = scored(reward, ["linger"])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            found, counts = scored(reward, ["linger", "die"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        after, _ = scored(reward, ["linger"])
+    assert found == {} and counts["dropped/lost"] == 2
+    message = "code 3; another did not start: OSError: [Errno 24] Too many open files, expected"
+    assert message in capfd.readouterr().err
+    assert before == after == {0: 1.0}
+
+
+LOADS = """
+import os, time
+with open(__file__ + ".loads", "a") as file:
+    file.write("x")
+    file.flush()
+    number = os.path.getsize(file.name)
+if number in {numbers}:
+    {action}
+def fn(prompt, text, tokens):
+    if prompt.answer == "die":
+        os._exit(3)
+    return 1.0
+"""
+
+
+def loads(folder: Path, numbers: tuple[int, ...], action: str) -> None:
+    """Write a module whose loads with these numbers act; the pool's first one is number 1."""
+    (folder / "loads.py").write_text(LOADS.format(numbers=set(numbers), action=action))
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (
+            "raise ImportError('no judge')",
+            "its worker process did not load: data.reward: 'loads:fn': {path}:8: module loads "
+            "raised ImportError: no judge, expected a module that imports",
+        ),
+        ("os._exit(4)", "its worker process ended with exit code 4 as it was loaded"),
+    ],
+)
+def test_calls_of_a_worker_that_does_not_load_are_made_again_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    action: str,
+    reason: str,
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    loads(tmp_path, (2, 4, 5), action)
+    with closing(WorkerReward("loads:fn", drops=True)) as reward:
+        first, _ = scored(reward, ["good", "die", "good"])
+        again, counts = scored(reward, ["die", "good", "good"])
+        last, _ = scored(reward, ["good"])
+    assert first == {0: 1.0, 2: 1.0}
+    assert again == {} and counts["dropped/lost"] == 3
+    assert last == {0: 1.0}
+    assert "prompt 1" in capfd.readouterr().err
+    (tmp_path / "loads.py.loads").unlink()
+    loads(tmp_path, (2, 3), action)
+    with closing(WorkerReward("loads:fn", drops=True)) as reward:
+        (died,) = reward.pool.submit("score", [(Prompt(0, (5,), "die"), "", [])], None)
+        (after,) = reward.pool.submit("score", [(Prompt(1, (5,), "good"), "", [])], None)
+        assert "exit code 3" in str(died.exception(DEADLINE))
+        assert reason.format(path=tmp_path / "loads.py") == str(after.exception(DEADLINE))
+
+
+def test_workers_that_load_serve_where_another_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    loads(tmp_path, tuple(range(2, 100)), "raise ImportError('no judge')")
+    with closing(WorkerReward("loads:fn", workers=3)) as reward:
+        found, _ = scored(reward, ["good"] * 6)
+    assert [*found.values()] == [1.0] * 6
