@@ -400,7 +400,7 @@ def _result(future: Future[Scored], where: Callable[[], str]) -> Scored:
         try:
             return future.result(notice - waited)
         except TimeoutError:
-            line = f"waiting for {where()}, which has run for {notice:.0f} s"
+            line = f"waiting for {where()} for {notice:.0f} s so far"
             print(line, file=sys.stderr, flush=True)
             waited = notice
             notice *= 2

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -32,6 +34,7 @@ from pyrl_ext.parallel.user_code import describe, place_of
 
 _POLL_SECONDS = 0.05  # resolution of time limits
 _GRACE_SECONDS = 5.0  # in which an event loop has to cancel a coroutine that is late
+_LOAD_SECONDS = 60.0  # in which a later worker has to load, or five times the first one's time
 _LOAD = -1  # number of the call that loads user code
 
 
@@ -104,6 +107,7 @@ def serve(fd: int, alone: bool) -> None:
         alone: calls run one after the other, whatever the host says
     """
     connection = Connection(fd)
+    threading.Thread(target=_end_with_pool, args=(fd,), name="pool", daemon=True).start()
     try:
         host: Host = connection.recv()()
         at_once = 1 if alone else host.at_once
@@ -115,6 +119,14 @@ def serve(fd: int, alone: bool) -> None:
     server = _Server(connection, host, at_once)
     threading.Thread(target=server.receive, name="requests", daemon=True).start()
     server.run()
+
+
+def _end_with_pool(fd: int) -> None:
+    """The thread that kills the process, with those that it started, when its pool's ends."""
+    ended = select.poll()
+    ended.register(fd, 0)  # no messages, only that the other side was closed
+    ended.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 class _Server:
@@ -145,8 +157,8 @@ class _Server:
                 self._loop.run_forever()
 
     def receive(self) -> None:
-        """The thread that takes requests, and ends the process with its pool's."""
-        with suppress(EOFError, OSError):
+        """The thread that takes requests; it ends the process if it cannot take one."""
+        try:
             while True:
                 for request in self._connection.recv():
                     if self._at_once == 1:
@@ -155,6 +167,10 @@ class _Server:
                         threading.Thread(target=self._call, args=(request,), daemon=True).start()
                     else:
                         asyncio.run_coroutine_threadsafe(self._call_in_room(request), self._loop)
+        except (EOFError, OSError):  # the pool's process has ended
+            pass
+        except BaseException:  # the arguments of a call do not unpickle
+            traceback.print_exc()
         os.killpg(0, signal.SIGKILL)
 
     def _call(self, request: _Request) -> None:
@@ -247,6 +263,7 @@ class _Worker:
         at_once: as of `Host`, once it is loaded
         calls: without a result yet, in the order in which they run
         owners: whose state it holds
+        started: on the monotonic clock [s]
         loaded: its host is there
         failure: why it did not load, for messages
         retired: a late call still runs; it gets no new owners
@@ -259,6 +276,7 @@ class _Worker:
     at_once: int | None = None
     calls: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     owners: set[int] = field(default_factory=set[int])
+    started: float = field(default_factory=time.monotonic)
     loaded: bool = False
     failure: str | None = None
     retired: bool = False
@@ -299,6 +317,8 @@ class Pool:
         self._of_owner: dict[int, _Worker] = {}
         self._numbers = count()
         self._closed = threading.Event()
+        self._load_limit = math.inf  # of a worker [s]; nothing is known about the first one
+        began = time.monotonic()
         loaded = self._start().calls[_LOAD].future
         self._thread = threading.Thread(target=self._serve, name="workers", daemon=True)
         self._thread.start()
@@ -310,6 +330,10 @@ class Pool:
             if failure.reason == "lost":
                 message = f"{key}: {message}"
             raise ValueError(message) from None
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        self._load_limit = max(_LOAD_SECONDS, 5 * (time.monotonic() - began))
 
     def submit(
         self,
@@ -448,6 +472,8 @@ class Pool:
                     self._end(worker)
                 elif worker.loaded:
                     self._watch(worker)
+                elif worker.failure is None:
+                    self._watch_load(worker)
 
     def _receive_all(self, worker: _Worker) -> None:
         """Take the messages that are there."""
@@ -470,6 +496,13 @@ class Pool:
             elif pending is not None:
                 pending.future.set_result(message.value)
 
+    def _watch_load(self, worker: _Worker) -> None:
+        """Kill a worker that takes too long to load."""
+        if time.monotonic() - worker.started > self._load_limit:
+            limit = f"{self._load_limit:.0f} s"
+            worker.failure = f"its worker process did not load user code within {limit}"
+            worker.kill()
+
     def _watch(self, worker: _Worker) -> None:
         """Fail the calls that exceed their limit, and retire their worker."""
         now = time.monotonic()
@@ -482,7 +515,7 @@ class Pool:
                 limit = pending.request.limit
                 if limit is not None and now - pending.began > limit + grace:
                     late.append(pending)
-            if late and cancels:
+            if late and cancels and len(worker.calls) > 1:
                 worker.kill()  # any of its calls may have stopped the loop
                 return
             for pending in late:

@@ -90,6 +90,15 @@ def test_a_coroutine_that_blocks_its_worker_fails_alone(monkeypatch: pytest.Monk
     assert before != after
 
 
+def test_a_single_coroutine_that_blocks_its_worker_is_late(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "_GRACE_SECONDS", 0.1)
+    with judge(concurrency=3, timeout=LIMIT, drops=True) as reward:
+        found, counts = scored(reward, ["block"])
+        after, _ = scored(reward, ["linger"])
+    assert found == {} and counts["dropped/timeout"] == 1
+    assert after == {0: 1.0}
+
+
 def test_a_coroutine_that_ends_its_worker_fails_alone(capfd: pytest.CaptureFixture[str]):
     with judge(concurrency=3, drops=True) as reward:
         found, counts = scored(reward, ["linger", "die", "linger", "die", "linger"])
@@ -231,3 +240,31 @@ def test_workers_that_load_serve_where_another_does_not(
     with closing(WorkerReward("loads:fn", workers=3)) as reward:
         found, _ = scored(reward, ["good"] * 6)
     assert [*found.values()] == [1.0] * 6
+
+
+def test_a_later_worker_has_a_limit_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(workers, "_LOAD_SECONDS", 1.0)
+    loads(tmp_path, tuple(range(2, 100)), f"time.sleep({DEADLINE})")
+    with closing(WorkerReward("loads:fn", drops=True)) as reward:
+        (died,) = reward.pool.submit("score", [(Prompt(0, (5,), "die"), "", [])], None)
+        (after,) = reward.pool.submit("score", [(Prompt(1, (5,), "good"), "", [])], None)
+        assert "exit code 3" in str(died.exception(DEADLINE))
+        message = r"its worker process did not load user code within \d+ s"
+        assert re.fullmatch(message, str(after.exception(DEADLINE)))
+
+
+class Unreadable:
+    """An answer that raises in the worker that reads it."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def test_a_call_that_a_worker_cannot_read_is_lost(capfd: pytest.CaptureFixture[str]):
+    with judge(concurrency=3, drops=True) as reward:
+        found, counts = scored(reward, [Unreadable()])
+        after, _ = scored(reward, ["linger"])
+    assert found == {} and counts["dropped/lost"] == 1
+    assert after == {0: 1.0}
+    assert "ValueError: invalid literal for int() with base 10" in capfd.readouterr().err

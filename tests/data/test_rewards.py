@@ -287,7 +287,7 @@ def test_score_names_a_call_that_takes_long(
     monkeypatch.setattr(rewards, "NOTICE_SECONDS", 0.1)
     with pytest.raises(RuntimeError, match="no result"):
         scores(limited, "spins")
-    line = r"waiting for reward .*:acts\(prompt 0, sample 2, completion 'ab'\), which has run for"
+    line = r"waiting for reward .*:acts\(prompt 0, sample 2, completion 'ab'\) for 0 s so far"
     assert re.search(line, capfd.readouterr().err)
 
 
@@ -309,6 +309,31 @@ os.kill(os.getpid(), signal.Signals[sys.argv[1]])
             text=True,
         )
         wait_for_end(int(done.stdout))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_workers_that_load_end_with_their_process(tmp_path: Path, name: str):
+    (tmp_path / "hangs.py").write_text(f"""
+import os, time
+with open("process.part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("process.part", "process")
+time.sleep({DEADLINE})
+""")
+    code = """
+import os, signal, sys, threading, time
+from pyrl_ext.data.rewards import WorkerReward
+sys.path.append(os.getcwd())
+def stop():
+    while not os.path.exists("process"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+threading.Thread(target=stop).start()
+WorkerReward("hangs:fn")
+"""
+    done = subprocess.run([sys.executable, "-c", code, name], cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    wait_for_end(int((tmp_path / "process").read_text()))
 
 
 def test_answer_rule_holds_for_what_the_common_rewards_take():
