@@ -12,7 +12,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.parallel.collective_errors import AgreedError
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import RolloutSamples
-from pyrl_ext.rollout.prompt_groups import Counts
+from pyrl_ext.rollout.prompt_groups import Counts, need_share
 from pyrl_ext.samples import Prompt
 
 # (round from 0, prompts to ask for, groups kept so far) -> the samples of those prompts
@@ -30,6 +30,7 @@ def sample_groups(
     take: Callable[[int, int], Sequence[Prompt]],
     generate: Callable[[Sequence[Prompt], int, Show], RolloutSamples],
     show: Show,
+    min_share: float,
 ) -> tuple[RolloutSamples, dict[str, float]]:
     """The samples of a step under ``objective.dynamic_sampling``, and metrics; see `fill`.
 
@@ -37,6 +38,7 @@ def sample_groups(
         take: (step, n) -> prompts.
         generate: (prompts, their number, show) -> samples.
         show: takes a line of text as samples come.
+        min_share: as of `fill`.
     """
     keep = plan.batching.prompts
     rounds = plan.objective.dynamic_sampling
@@ -50,7 +52,7 @@ def sample_groups(
         return generate(prompts, asked, show_round if show is not None and number else show)
 
     hold = plan.rollout.record is not None
-    return fill(ask, keep, rounds, plan.objective.dynamic_sampling_shortage, hold)
+    return fill(ask, keep, rounds, plan.objective.dynamic_sampling_shortage, hold, min_share)
 
 
 def stream_step(step: int, number: int, rounds: int) -> int:
@@ -63,7 +65,12 @@ def stream_step(step: int, number: int, rounds: int) -> int:
 
 
 def fill(
-    ask: Ask, keep: int, rounds: int, shortage: Literal["keep_flat", "fail"], hold: bool = False
+    ask: Ask,
+    keep: int,
+    rounds: int,
+    shortage: Literal["keep_flat", "fail"],
+    hold: bool = False,
+    min_share: float = 0.0,
 ) -> tuple[RolloutSamples, dict[str, float]]:
     """``keep`` groups whose rewards are not all equal: the first ones, in the order of prompts.
 
@@ -77,9 +84,10 @@ def fill(
         shortage: what happens where there are fewer such groups; keep_flat adds the first of the
             others.
         hold: ``dropped`` of the result holds all other samples; else they are freed at once.
+        min_share: as of `RolloutRequest`, of all rounds together.
 
     Returns: the kept samples; and metrics.
-    Raises: AgreedError if there are too few and ``shortage`` is fail.
+    Raises: AgreedError if there are too few and ``shortage`` is fail, or too few trajectories left.
     """
     drawn: list[RolloutSamples] = []
     varied: list[int] = []
@@ -96,7 +104,12 @@ def fill(
         chosen = {*varied[:keep], *kept_flat}
         for each in () if hold else drawn:
             each.samples[:] = [s for s in each.samples if s.prompt_id in chosen]
-        asked = min(keep, math.ceil(missing * (len(varied) + len(flat)) / max(1, len(varied))))
+        seen = max(1, len(varied) + len(flat))  # a round may lose all its responses
+        asked = min(keep, math.ceil(missing * seen / max(1, len(varied))))
+    counts = Counts()
+    for each in drawn:
+        counts.add_round(each.counts)
+    need_share(counts, min_share)
     if len(chosen) < keep:
         raise AgreedError(
             f"dynamic sampling: {len(varied)} groups with unequal rewards and {len(flat)} with "
@@ -104,11 +117,11 @@ def fill(
             "that are neither solved nor hopeless, raise objective.dynamic_sampling, or train on "
             "the others too: objective.dynamic_sampling_shortage: keep_flat"
         )
-    return _joined(drawn, chosen, len(flat), len(kept_flat))
+    return _joined(drawn, counts, chosen, len(flat), len(kept_flat))
 
 
 def _joined(
-    drawn: list[RolloutSamples], kept: set[int], flat: int, kept_flat: int
+    drawn: list[RolloutSamples], counts: Counts, kept: set[int], flat: int, kept_flat: int
 ) -> tuple[RolloutSamples, dict[str, float]]:
     """The samples of ``kept`` groups out of all rounds, and metrics of those that were drawn."""
     order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
@@ -127,7 +140,4 @@ def _joined(
     }
     mine = [s for s in samples if s.prompt_id in kept]
     dropped = [s for s in samples if s.prompt_id not in kept]
-    counts = Counts()
-    for each in drawn:
-        counts.add(each.counts)
     return RolloutSamples(index, mine, counts, dropped), metrics

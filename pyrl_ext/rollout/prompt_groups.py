@@ -33,6 +33,9 @@ class EngineEvent(NamedTuple):
     samples: list[Sample] | None
 
 
+SECONDS = ("max_reward_busy", "max_reward_wait", "max_waited")  # of the slowest rank
+
+
 class Counts(defaultdict[str, float]):
     """Numbers of a rollout by name, which add up over ranks; those that begin with "max" do not."""
 
@@ -43,6 +46,12 @@ class Counts(defaultdict[str, float]):
         """Add the numbers of another rank."""
         for name, value in others.items():
             self[name] = max(self[name], value) if name[:3] == "max" else self[name] + value
+
+    def add_round(self, others: Counts) -> None:
+        """Add the numbers of a round that ran after these: seconds add up, too."""
+        seconds = {name: self[name] + others[name] for name in SECONDS if name in others}
+        self.add(others)
+        self.update(seconds)
 
 
 Wait = Callable[[Counts], list[Sample]]

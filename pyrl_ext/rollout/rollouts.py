@@ -114,8 +114,10 @@ class Rollouts:
             return rollout
         sampling = sampling_of(plan, self.source, step)
         if plan.objective.dynamic_sampling:
-            generate = partial(self._generate, sampling)
-            rollout, self.dropped = sample_groups(plan, step, self._take, generate, self.show)
+            generate = partial(self._generate, sampling, min_share=0.0)
+            rollout, self.dropped = sample_groups(
+                plan, step, self._take, generate, self.show, self._min_share
+            )
             self._warn_of_shortage(step)
             self.dropped |= dropped_metrics(rollout.counts)
             return rollout
@@ -159,7 +161,8 @@ class Rollouts:
         for name, prompts in sets.items():
             sampling = eval_sampling(self.plan, self.source, name)
             reward = self.source.sets[name].reward if name in self.source.sets else None
-            rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0, reward)
+            least = None if self.environments is None else 0.0
+            rollout = self._generate(sampling, prompts, len(prompts), self.show, least, reward)
             ks = [k for k in chosen.pass_k if k <= sampling.samples_per_prompt]
             asked = len(prompts)
             results[name] = Evaluation.of(rollout.index, asked, sampling, ks, chosen.pass_reward)
@@ -178,7 +181,7 @@ class Rollouts:
         """The samples of ``keep`` complete groups.
 
         Args:
-            min_share: of an environment's trajectories that must be left; None: the plan's.
+            min_share: of trajectories that must be left; None: the plan's.
             reward: that scores them; None: the run's.
         """
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
@@ -211,14 +214,20 @@ class Rollouts:
         keep: int,
         min_share: float | None = None,
     ) -> RolloutRequest:
-        share = self.plan.data.reward_min_share
+        share = self._min_share if min_share is None else min_share
         request = RolloutRequest(prompts, sampling, keep, min_share=share)
         if self.plan.rollout.engine == "recorded" and self.plan.drops_samples:
             request = replace(request, ask=recorded)
         if self.environments is not None:
-            share = self.plan.turns.min_share if min_share is None else min_share
-            request = replace(request, ask=self.environments.ask, min_share=share)
+            request = replace(request, ask=self.environments.ask)
         return request
+
+    @property
+    def _min_share(self) -> float:
+        """The share of trajectories that must be left in a step."""
+        if self.environments is None:
+            return self.plan.data.reward_min_share
+        return self.plan.turns.min_share
 
     def _request_of(self, step: int) -> RolloutRequest:
         prompts = self.source.prompts.take(step, self.plan.prompts_asked)

@@ -115,6 +115,34 @@ def test_fill_ends_the_run_or_keeps_flat_groups_where_refills_do_not_suffice(hol
     assert metrics["rollout/flat_groups_kept"] == 2
 
 
+def test_fill_needs_the_share_of_responses_of_all_rounds_together():
+    """The first round and the third lose all their responses."""
+    stream = Stream(0.0, 0)
+    for i in (0, 1, 2, 3, 8, 9, 10, 11):
+        stream.groups[i] = []
+    for i in (4, 5):
+        stream.groups[i] = group_of(i, [1.0] * 3)
+
+    def ask(number: int, asked: int, found: int) -> RolloutSamples:
+        drawn = stream.ask(number, asked, found)
+        drawn.counts["responses"] += 3 * asked
+        drawn.counts["dropped/timeout"] += 3 * asked - len(drawn.index)
+        drawn.counts["max_reward_busy"] = 2.0
+        drawn.counts["max_turns"] = number
+        return drawn
+
+    got, metrics = fill(ask, 4, 3, "fail", min_share=0.5)
+    assert stream.asked == [4, 4, 4, 4]
+    assert [*dict.fromkeys(got.index.groups.tolist())] == [6, 7, 12, 13]
+    assert metrics["rollout/refills"] == 3 and len(got.samples) == 12
+    assert got.counts["responses"] == 48 and got.counts["dropped/timeout"] == 24
+    assert got.counts["max_reward_busy"] == 8.0 and got.counts["max_turns"] == 3
+    stream.asked.clear()
+    text = "24 of 48 responses have a reward, expected at least data.reward_min_share 0.6"
+    with pytest.raises(AgreedError, match=text):
+        fill(ask, 4, 3, "fail", min_share=0.6)
+
+
 def test_stream_step_gives_every_round_prompts_of_its_own():
     source = PromptSource([Prompt(i, (i,)) for i in range(50)], seed=3)
     ids = [
