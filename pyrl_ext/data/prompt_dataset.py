@@ -185,10 +185,12 @@ def _reward(plan: Plan, name: str) -> AnyReward:
 def _eval_sets(plan: Plan, tokenizer: Tokenizer, reward: AnyReward) -> dict[str, EvalPrompts]:
     """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
     sets: dict[str, EvalPrompts] = {}
+    rewards: dict[str | None, AnyReward] = {None: reward, plan.data.reward: reward}
     for name, chosen in plan.evaluate.sets.items():
-        own = reward
-        if chosen.reward is not None and chosen.reward != plan.data.reward:
-            own = _reward(plan, chosen.reward)
+        if chosen.reward not in rewards:
+            assert chosen.reward is not None
+            rewards[chosen.reward] = _reward(plan, chosen.reward)
+        own = rewards[chosen.reward]
         prompts = _load(plan, chosen.file, chosen.split, chosen.subset, tokenizer, own)
         first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
         sets[name] = EvalPrompts(first, own)

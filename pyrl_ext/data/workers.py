@@ -384,6 +384,7 @@ class Pool:
             worker.process.wait()
             worker.outbox.put(None)
             worker.connection.close()
+        self._workers.clear()
 
     def _parts(self, owner: int | None, pendings: list[_Pending]) -> dict[_Worker, list[_Pending]]:
         """The worker of each call."""

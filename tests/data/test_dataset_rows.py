@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import datasets
@@ -64,6 +65,14 @@ def test_a_set_to_evaluate_on_is_a_split(folder: Path):
     evaluation = f"evaluate.sets={{few: {{file: {folder}, prompts: 2}}}}"
     source = build_source(tiny_plan(*overrides(folder, COLUMNS, evaluation)))
     assert [p.answer for p in source.sets["few"].prompts] == [1, 2]
+
+
+def test_sets_that_name_the_same_reward_share_its_workers(folder: Path):
+    own = "reward: 'tests.helpers.judges:judge'"
+    evaluation = f"evaluate.sets={{a: {{file: {folder}, {own}}}, b: {{file: {folder}, {own}}}}}"
+    with closing(build_source(tiny_plan(*overrides(folder, COLUMNS, evaluation)))) as source:
+        rewards = [each.reward for each in source.sets.values()]
+    assert rewards[0] is rewards[1] is not source.reward
 
 
 def test_columns_of_a_file_have_other_names(tmp_path: Path):
