@@ -350,7 +350,8 @@ def logits_ahead(theirs, tensors, batch):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
     hidden, ahead = (theirs.model.embed_tokens(ids[None]) for ids in (batch.tokens, batch.targets))
-    angles = theirs.model.rotary_emb(hidden, batch.positions[None])
+    positions = torch.cat([torch.arange(n) for n in batch.seqlens])
+    angles = theirs.model.rotary_emb(hidden, positions[None])
     for layer in theirs.model.layers[:2]:
         hidden = layer(hidden, attention_mask=None, position_embeddings=angles)
     both = torch.cat((norm("enorm", ahead), norm("hnorm", theirs.model.norm(hidden))), -1)

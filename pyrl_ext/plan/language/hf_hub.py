@@ -26,7 +26,10 @@ def config_of(name: str) -> HubConfig:
         return HubConfig(str(shipped.sizes))
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, CONFIG)
+    try:
+        cached = try_to_load_from_cache(name, CONFIG)
+    except ValueError as error:  # no id of the hub has such a name
+        return HubConfig(problem=reason(error))
     if isinstance(cached, str):
         return HubConfig(cached)
     if not constants.is_offline_mode():
