@@ -29,6 +29,7 @@ if find_spec("vllm") is None:
 from transformers import CONFIG_MAPPING
 
 from pyrl_ext.data import prompt_dataset as source
+from pyrl_ext.data.rewards import Scorer
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout import rollouts
@@ -572,15 +573,18 @@ def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path
     assert set(memory.glob("-tp*")) == left  # or the next run on this host fails
 
 
+class FailingScorer(Scorer):
+    """The reward function fails as soon as a group is complete."""
+
+    def __call__(self, samples: Any) -> Any:
+        raise ZeroDivisionError("no reward")
+
+
 def train_with_a_reward_that_fails(group: dist.ProcessGroup, *run: Any) -> tuple[int, str]:
     """On the first rank; exit code, and what was printed to stderr."""
     said = io.StringIO()
-
-    def fails(*_: Any, **__: Any) -> list[Any]:
-        raise ZeroDivisionError("no reward")
-
     if group.rank() == 0:
-        source.score = fails
+        source.Scorer = FailingScorer
     with contextlib.redirect_stderr(said):
         return train_on_rank(group, *run), said.getvalue()
 
