@@ -8,6 +8,7 @@ from typing import Any
 from pyrl_ext.data.rewards import answer_rule
 from pyrl_ext.prompt import Prompt
 
+_ANSWER_SECONDS = 600  # of an answer, which is the user's; the first one loads the grammar
 _SECONDS = 5  # of one parse or comparison; the package's alarm needs the worker's main thread
 
 
@@ -43,6 +44,6 @@ def _answer(text: str) -> tuple[Any, ...]:
 
     text = text.rpartition("####")[2].strip()
     for form in (f"${text}$", text):
-        if found := parse(form, parsing_timeout=_SECONDS):
+        if found := parse(form, parsing_timeout=_ANSWER_SECONDS):
             return tuple(found)
     return ()

@@ -144,6 +144,7 @@ def test_a_scorer_that_does_not_end_counts_0(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gym_task, "SECONDS", 0.5)
     [prompt] = task("reasoning_gym:spiral_matrix").take(0, 1)
     assert score(prompt, "<answer>9**9**9**9</answer>", []) == 0
+    monkeypatch.setattr(gym_task, "SECONDS", 600)
     assert score(prompt, str(prompt.answer), []) == 1
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from pyrl_ext.data import math_reward
 from pyrl_ext.data.math_reward import math_verify
 from pyrl_ext.data.rewards import WorkerReward, load_reward
 from pyrl_ext.prompt import Prompt
+
+
+@pytest.fixture(autouse=True)
+def _on_a_busy_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(math_reward, "_SECONDS", 600)
 
 
 @pytest.mark.parametrize(
