@@ -12,6 +12,7 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
+from pyrl_ext.data.tasks import is_held_out
 from pyrl_ext.plan.gym_tasks import PREFIX, gym_dataset
 from pyrl_ext.prompt import Prompt
 
@@ -101,8 +102,7 @@ class GymTask:
                     "larger, or data.max_prompt_tokens"
                 )
             others += 1
-            digest = sha256(f"{self.seed}/{entry['question']}".encode()).digest()
-            if (int.from_bytes(digest[:8]) % HELD_OUT == 0) != held_out:
+            if is_held_out(entry["question"], self.seed, HELD_OUT) != held_out:
                 continue
             tokens = self.encode(entry["question"])
             longest = max(longest, len(tokens))

@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, read_options
-from pyrl_ext.samples import Prompt
+from pyrl_ext.prompt import Prompt
 
 DRAWS = 10_000  # tries for a prompt on one side of a split
 
@@ -127,10 +127,15 @@ def draw_split[T](draw: Callable[[], T], seed: int, one_in: int, held_out: bool)
     """
     for _ in range(DRAWS):
         value = draw()
-        digest = sha256(f"{seed}/{value}".encode()).digest()
-        if (int.from_bytes(digest[:8]) % one_in == 0) == held_out:
+        if is_held_out(value, seed, one_in) == held_out:
             return value
     return None
+
+
+def is_held_out(value: object, seed: int, one_in: int) -> bool:
+    """True for one value in ``one_in``; which ones follows from the seed and the value."""
+    digest = sha256(f"{seed}/{value}".encode()).digest()
+    return int.from_bytes(digest[:8]) % one_in == 0
 
 
 def credit(target: Sequence[int], tokens: Sequence[int]) -> float:

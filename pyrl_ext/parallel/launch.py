@@ -1,4 +1,4 @@
-"""What torchrun tells the processes that it starts, and what they tell torchrun."""
+"""Values that torchrun passes to its processes, and the error that they report to it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def plan_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says; where it is wrong, exit with code 2 and say why.
+    """The parsed command line; if it is wrong, print why and exit with code 2.
 
     A key of the config that is written as an option, such as ``--optimizer.lr 1e-6``, is refused
     with the way to write it.

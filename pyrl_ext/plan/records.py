@@ -28,7 +28,7 @@ _KINDS = {
 
 
 _QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
-"""What other formats call the prompt."""
+"""Names of the prompt in other formats."""
 
 
 class Broken(Exception):
@@ -87,7 +87,7 @@ def check_fields(record: Any, rollouts: bool) -> dict[str, Any]:
 
 
 def _renaming(fields: Collection[str], rollouts: bool) -> str:
-    """What to do, as a sentence, where a record has fields of other formats."""
+    """Advice, as a sentence, for a record with fields of other formats."""
     given = [name for name in _QUESTIONS if name in fields]
     if rollouts and given and "prompt" not in fields:
         return f". Set data.columns: {{prompt: {given[0]}}}, or rename `{given[0]}` to `prompt`"

@@ -53,7 +53,7 @@ class Gpus(NamedTuple):
     number: int
     kind: str
     memory: int | None = None
-    """Of each [bytes]; None: that of the data sheet."""
+    """Memory of each GPU [bytes]; None: that of the data sheet."""
 
 
 @dataclass

@@ -120,7 +120,7 @@ def describe(error: ErrorDetails, required: Sequence[str] = ()) -> str:
 
 
 def _wanted(kind: Any) -> str:
-    """What a field takes, in words: `cpu or cuda`, `a whole number`."""
+    """The accepted values of a field, in words: `cpu or cuda`, `a whole number`."""
     if hasattr(kind, "__metadata__") or get_origin(kind) in (Union, types.UnionType):
         return _wanted(get_args(kind)[0])  # null may stay; it is not what is missing
     if get_origin(kind) is Literal:
@@ -129,7 +129,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _advice(error: ErrorDetails) -> str:
-    """What to do about a number in quotes."""
+    """Advice for a number in quotes."""
     value = error["input"]
     of_number = error["type"] in ("int_type", "float_type")
     if of_number and isinstance(value, str) and _NUMBER.fullmatch(value):

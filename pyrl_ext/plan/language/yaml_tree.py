@@ -176,7 +176,7 @@ def _read_file(source: Source, child: Source | None = None) -> None:
 
 
 def _how_to_resume(path: str) -> str:
-    """What to do with a run folder or the plan.json in it, as a sentence; "" for anything else."""
+    """Advice, as a sentence, for a run folder or the plan.json in it; "" for anything else."""
     if os.path.isdir(path):
         path = os.path.join(path, PLAN)
     if os.path.basename(path) != PLAN:

@@ -92,7 +92,7 @@ def layer_agreement(found: dict[str, Chart]) -> tuple[float, list[int]] | None:
 def data_block(
     folders: Sequence[Folder], found: dict[str, Chart], samples: Sequence[Recorded]
 ) -> Markup:
-    """What the scripts show, in JSON that cannot end its element."""
+    """The data of the page's scripts, as JSON that cannot close the script element."""
     content = {
         "names": [folder.run.name for folder in folders],
         "colours": COLOURS,
