@@ -399,3 +399,20 @@ def test_recorded_cuts_the_middle_of_a_long_sample(tmp_path: Path):
 
 def test_visible_shows_what_would_hide_or_turn_the_text():
     assert visible("a\n\u202e<b>é") == "a↵\n⟨U+202E⟩<b>é"
+
+
+def test_page_says_how_fast_rewards_were(tmp_path: Path):
+    scoring = {
+        "calls_per_second": 227.0,
+        "call_seconds": 0.213,
+        "wait_seconds": 0.683,
+        "retries": 29.0,
+        "dropped": 3.0,
+    }
+    named = {f"scoring/{name}": value for name, value in scoring.items()}
+    words = words_of(page_of(write_history(tmp_path / "a", 2, **named)))
+    assert (
+        "the reward function took 213 ms a call, at 227 calls/s; a step waited 683 ms for "
+        "rewards; 58 calls were made again, 6 responses dropped."
+    ) in words
+    assert "the reward function took" not in words_of(page_of(write_history(tmp_path / "b", 2)))
