@@ -410,7 +410,7 @@ def test_page_says_how_fast_rewards_were(tmp_path: Path):
         "dropped": 3.0,
     }
     named = {f"scoring/{name}": value for name, value in scoring.items()}
-    words = words_of(page_of(write_history(tmp_path / "a", 2, **named)))
+    words = words_of(page_of(write_history(tmp_path / "a", 2, 4, **named)))
     assert (
         "the reward function took 213 ms a call, at 227 calls/s; a step waited 683 ms for "
         "rewards; 58 calls were made again, 6 responses dropped."
