@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SUFFIX = ".yaml"
-_MODEL = re.compile(r"^  config: (\S+)$.*?^  weights: ([\w.-]+/[\w.-]+)$", re.MULTILINE | re.DOTALL)
+_MODEL = re.compile(r"^  path: ([\w.-]+/[\w.-]+).*\n  config: (\S+)", re.MULTILINE)
 
 
 def shipped_folder() -> Path:
@@ -66,7 +66,7 @@ def shipped_models() -> dict[str, ShippedModel]:
     for name in config_names():
         file = config_file(name)
         if match := _MODEL.search(file.read_text(encoding="utf-8")):
-            model = ShippedModel(match[2], name, file.parent / match[1])
+            model = ShippedModel(match[1], name, file.parent / match[2])
             found.setdefault(model.hub_id, model)
     return found
 

@@ -47,7 +47,7 @@ def test_the_named_reward_runs_in_a_worker():
     assert isinstance(reward, WorkerReward)
     try:
         calls = [(Prompt(i, (1,), "7"), f"{i}", [1]) for i in (6, 7)]
-        futures = reward.pool.submit("score", calls, 60.0)
+        futures = reward.pool.submit("score", calls, None)
         assert [f.result().reward for f in futures] == [0.0, 1.0]
         assert reward.answer_rule[0] == "a mathematical expression as answer"
         assert [reward.answer_rule[1](a) for a in (7, "$x^2$", "abc ####", "$$", None)] == [

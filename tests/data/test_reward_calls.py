@@ -20,7 +20,7 @@ from pyrl_ext.samples import Prompt, Sample
 from tests.helpers.deadline import DEADLINE
 
 JUDGES = "tests.helpers.judges"
-LIMIT = 5.0  # of calls that return at once [s]
+LIMIT = 10.0  # of calls that return at once [s]
 
 
 def sample(prompt: int) -> Sample:

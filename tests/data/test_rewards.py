@@ -174,7 +174,7 @@ def acts() -> Iterator[WorkerReward]:
 @pytest.fixture(scope="module")
 def limited() -> Iterator[WorkerReward]:
     """The same with a time limit."""
-    with closing(WorkerReward("tests.helpers.user_rewards:acts", 4.0)) as reward:
+    with closing(WorkerReward("tests.helpers.user_rewards:acts", 10.0)) as reward:
         yield reward
 
 
@@ -224,8 +224,8 @@ def test_score_names_a_failed_call_and_keeps_its_worker(
         ("dies", "its worker process ended with exit code 0, expected the function to return"),
         ("crashes", "its worker process ended with exit code -11"),
         ("leaves a process", "its worker process ended with exit code 4"),
-        ("spins", "no result after 4 s, expected one within data.reward_timeout"),
-        ("waits for a process", "no result after 4 s"),
+        ("spins", "no result after 10 s, expected one within data.reward_timeout"),
+        ("waits for a process", "no result after 10 s"),
     ],
 )
 def test_score_replaces_a_worker_that_ends_or_hangs(
@@ -239,7 +239,7 @@ def test_score_replaces_a_worker_that_ends_or_hangs(
 
 
 def test_time_limit_of_a_call_starts_when_its_turn_comes(limited: WorkerReward):
-    assert scores(limited, *["takes 2 s"] * 3) == [1.0] * 3
+    assert scores(limited, *["takes 4 s"] * 3) == [1.0] * 3
 
 
 def test_score_gives_the_traceback_of_the_user(acts: WorkerReward):

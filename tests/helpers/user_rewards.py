@@ -66,8 +66,8 @@ def _spins() -> float:
         pass
 
 
-def _takes_2_seconds() -> float:
-    time.sleep(2.0)
+def _takes_4_seconds() -> float:
+    time.sleep(4.0)
     return 1.0
 
 
@@ -90,7 +90,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "crashes": lambda: ctypes.string_at(0),
     "leaves a process": _leaves_a_process,
     "spins": _spins,
-    "takes 2 s": _takes_2_seconds,
+    "takes 4 s": _takes_4_seconds,
     "waits for a process": _waits_for_a_process,
     "process": os.getpid,
     "torch": lambda: "torch" in sys.modules,
