@@ -28,7 +28,7 @@ COSTS = (
     Metric(
         "time/update",
         "s",
-        "Wall time of forward, backward and optimizer over all minibatches.",
+        "Wall time of forward, backward and optimizer over all updates.",
         phase="model",
     ),
     Metric(

@@ -5,7 +5,7 @@
 Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
 policy before the update. Means run over the tokens under the loss mask: for ``mismatch/`` those of
 the whole rollout batch, for ``policy/`` and ``loss`` those of each minibatch, averaged over the
-minibatches of the step. ``<id>`` in a name stands for a number, ``<name>`` for that of a component.
+updates of the step. ``<id>`` in a name stands for a number, ``<name>`` for that of a component.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _METRICS = (
         "loss",
         "1",
         "Sum of the token losses over the loss tokens of all ranks, divided by their number, "
-        "averaged over the step's minibatches.",
+        "averaged over the step's updates.",
     ),
     Metric("loss/policy", "1", "Part of loss from the policy term."),
     Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * the KL term."),
@@ -93,7 +93,7 @@ _METRICS = (
         "Mean of -log p over the loss tokens that the MTP layers predict.",
     ),
     Metric("grad_norm", "1", "L2 norm of the whole gradient before clipping."),
-    Metric("lr", "1", "Learning rate of the step's last update."),
+    Metric("lr", "1", "Learning rate, averaged over the step's updates."),
     # rollout and trainer disagree
     Metric(
         "mismatch/k3",
@@ -158,13 +158,23 @@ _METRICS = (
         problem="log-probs that are not finite: {value}",
     ),
     # the update
-    Metric("policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 with one minibatch a step."),
+    Metric("policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 with one update a step."),
     Metric(
         "policy/clip_fraction",
         "1",
         "Fraction of tokens whose policy term has no gradient because the clip is active.",
         (0.2, 0.5),
         problem="{share} of tokens clipped",
+    ),
+    Metric(
+        "policy/last_epoch/ppo_kl",
+        "nat",
+        "policy/ppo_kl in the last of several batching.epochs.",
+    ),
+    Metric(
+        "policy/last_epoch/clip_fraction",
+        "1",
+        "policy/clip_fraction in the last of several batching.epochs.",
     ),
     Metric(
         "policy/entropy", "nat", "Mean exact entropy of the policy's distribution, -sum p log p."
@@ -205,8 +215,8 @@ _METRICS = (
     Metric(
         "policy/skipped_updates",
         "updates",
-        "Minibatches without any loss token, which update nothing; other metrics of the update are "
-        "means over the rest.",
+        "Minibatches without any loss token, counted in each epoch, which update nothing; other "
+        "metrics of the update are means over the rest.",
         (0, 0.5),
         problem="minibatches without loss tokens: {value}",
     ),
@@ -384,7 +394,7 @@ _HEAD = (
     "In the formulas d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the",
     "trainer's policy before the update. Means run over the tokens under the loss mask: of the",
     "whole rollout batch in mismatch metrics, of each minibatch in policy metrics and losses,",
-    "which are then averaged over the step's minibatches.",
+    "which are then averaged over the step's updates.",
     "",
     "| metric | unit | definition | warn, alarm |",
     "| --- | --- | --- | --- |",

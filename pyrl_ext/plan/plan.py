@@ -347,7 +347,7 @@ class Plan(Config):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, if none is skipped."""
-        return self.steps * self.batching.minibatches
+        return self.steps * self.batching.updates
 
     def learning_rate(self, module: str = "llm") -> LearningRate:
         """The learning rate of a module, by optimizer step."""

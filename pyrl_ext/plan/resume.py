@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pyrl_ext.plan.language.errors import Key, fields_of, show, suggest_path
 
 ON_REQUEST = (
+    "batching.epochs",
     "batching.minibatches",
     "batching.samples_per_prompt",
     "data",

@@ -39,6 +39,12 @@ from pyrl_ext.weights.check import check_batch, full_check, gaps, mismatch_limit
 Phase = Callable[[str], AbstractContextManager[object]]
 Metrics = dict[str, float]
 
+# metric of an update -> the name of its mean over the updates of a step's last epoch
+_OF_LAST_EPOCH = {
+    "policy/ppo_kl": "policy/last_epoch/ppo_kl",
+    "policy/clip_fraction": "policy/last_epoch/clip_fraction",
+}
+
 
 @dataclass
 class Step(ABC):
@@ -161,25 +167,45 @@ class Step(ABC):
         return shard, None
 
     def update(self, shard: BatchShard, phase: Phase) -> Metrics:
-        """One optimizer step a minibatch; returns the mean of their metrics.
+        """In each epoch one optimizer step a minibatch; returns the mean of their metrics, and of
+        the last epoch, if there are several, those of `_OF_LAST_EPOCH`.
 
         A minibatch without loss tokens on any rank (`objective.overlong_filter`) is no update:
         weights, optimizer and learning rate stay as they are, and a line on the terminal says so.
         """
+        epochs = self.plan.batching.epochs
         rows = list[Metrics]()
-        number = len(shard.minibatches)
+        last = list[Metrics]()
         with phase("time/update"):
-            for place, (tokens, *_) in enumerate(shard.loss_tokens):
-                if tokens:
-                    rows.append(self.policy.update(shard.minibatch(place), self.loss))
-                elif self.topo.is_main:
-                    step = self.policy.step
-                    which = f"minibatch {place + 1} of {number}"
-                    print(f"step {step}: {which} has no loss tokens, no update", flush=True)
+            self._report_empty(shard)
+            for _ in range(epochs):  # every one reads the same rows
+                last = self._epoch(shard)
+                rows += last
             shard.wait(len(shard.schedule) - 1)  # also rows of minibatches that nothing read
-        found = {name: [row[name] for row in rows if name in row] for name in chain(*rows)}
-        means = {name: sum(values) / len(values) for name, values in found.items()}
-        return means | {"policy/skipped_updates": number - len(rows)}
+        metrics = _means(rows)
+        if epochs > 1:
+            end = _means(last)
+            metrics |= {name: end[each] for each, name in _OF_LAST_EPOCH.items() if each in end}
+        skipped = epochs * len(shard.minibatches) - len(rows)
+        return metrics | {"policy/skipped_updates": skipped}
+
+    def _epoch(self, shard: BatchShard) -> list[Metrics]:
+        """One pass over the minibatches in order; returns the metrics of each update."""
+        return [
+            self.policy.update(shard.minibatch(place), self.loss)
+            for place, (tokens, *_) in enumerate(shard.loss_tokens)
+            if tokens
+        ]
+
+    def _report_empty(self, shard: BatchShard) -> None:
+        """Print a line for each minibatch without loss tokens."""
+        if not self.topo.is_main:
+            return
+        number = len(shard.minibatches)
+        for place, (tokens, *_) in enumerate(shard.loss_tokens, start=1):
+            if not tokens:
+                which = f"step {self.policy.step}: minibatch {place} of {number}"
+                print(f"{which} has no loss tokens, no update", flush=True)
 
     @abstractmethod
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
@@ -376,6 +402,12 @@ class RolloutStep(Step):
             agreement={layer: found.fraction for layer, found in old.agreement.items()},
             topo=self.topo,
         )
+
+
+def _means(rows: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric over the rows that have it."""
+    found = {name: [row[name] for row in rows if name in row] for name in chain(*rows)}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:

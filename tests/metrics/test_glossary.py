@@ -101,6 +101,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         "data.reward=tests.helpers.user_rewards:number_match",
         "evaluate.every=1",
         "checkpoint.every=1",
+        "batching.epochs=2",
         "rollout.oversample=1.75",
         "objective.kl_coef=0.1",
         "objective.tis_cap=2",

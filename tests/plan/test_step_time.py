@@ -24,6 +24,7 @@ from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.phases import STEP_PHASES
+from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.schedule.pipeline import order, pipeline
 from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.plan_pages import glm47, time_of
@@ -354,6 +355,17 @@ def test_step_time_has_a_bubble_that_interleaving_shrinks():
     woven = [*layout, "parallel.vpp=2", f"parallel.pipeline_model_parallel_layout='{chunks}'"]
     bubbles = [amounts(glm47(*each), "update")["bubble"] for each in (plain, woven)]
     assert 100 > bubbles[0] > bubbles[1] > 0
+
+
+def test_step_time_updates_in_each_epoch_and_scores_once():
+    once = time_of(glm47("objective.kl_coef=0.1"))
+    thrice = time_of(glm47("objective.kl_coef=0.1", "batching.epochs=3"))
+    for phase in STEP_PHASES:
+        times = 3 if phase == "update" else 1
+        assert thrice.seconds(phase) == pytest.approx(times * once.seconds(phase)), phase
+    assert thrice.mfu == pytest.approx(once.mfu)
+    written = dict(facts(glm47("batching.epochs=3")))["minibatch"]
+    assert written == "256 samples, 2 a step in each of 3 epochs"
 
 
 def test_step_time_has_a_cost_for_each_cause():

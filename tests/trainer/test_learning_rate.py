@@ -56,7 +56,8 @@ def test_a_warmup_begins_with_its_part_and_a_schedule_ends_with_min_lr():
 def test_the_plan_counts_the_optimizer_steps_of_the_run():
     plan = tiny_plan(
         "steps=3",
-        "batching.minibatches=4",
+        "batching.minibatches=2",
+        "batching.epochs=2",
         "optimizer.lr=0.8",
         "optimizer.warmup_steps=2",
         "optimizer.schedule=wsd",

@@ -132,11 +132,61 @@ def skips() -> list[Skipped]:
     return found
 
 
+class Epochs(NamedTuple):
+    """A step of two epochs, and the same updates one by one on its rows.
+
+    Args:
+        ratios: log-ratios of loss tokens in each update.
+        metrics: of the step.
+        losses: of the updates one by one.
+        apart: names of weights that differ at the end.
+        shared: True if some sample ran on both ranks, and another on one.
+    """
+
+    ratios: list[torch.Tensor]
+    metrics: dict[str, float]
+    losses: list[float]
+    apart: list[str]
+    shared: bool
+
+
+def two_epochs() -> Epochs:
+    """Under dynamic context parallelism."""
+    layout = ("parallel.dp=2", "parallel.dynamic_cp=2", "batching.tokens_per_microbatch=8")
+    uneven = ("data.max_prompt_tokens=4", 'rollout.stop=["1", "3", "5"]')
+    plan = tiny_plan(*QUICK, *layout, *uneven, "batching.epochs=2")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        other = policy.Policy.build(plan, topo)
+        _, shard = scored(step, clock)
+        groups = [g for micro in shard.schedule.microbatches for g in micro if g.samples]
+        loss = step.loss
+        seen = list[torch.Tensor]()
+
+        def watched(logprobs, entropy, fields):
+            ratios = (logprobs.detach() - fields.old_logprobs)[fields.loss_mask]
+            seen[-1] = torch.cat([seen[-1], ratios])
+            return loss(logprobs, entropy, fields)
+
+        def update(minibatch, given, update=step.policy.update):
+            seen.append(torch.empty(0))
+            return update(minibatch, given)
+
+        step.loss = watched
+        step.policy.update = update
+        metrics = step.update(shard, clock)
+        losses = [other.update(shard.minibatch(n), loss)["loss"] for n in (0, 1, 0, 1)]
+        mine = dict(step.policy.weights())
+        apart = [name for name, x in other.weights() if not torch.equal(x, mine[name])]
+        assert step.policy.updates == other.updates == 4
+        return Epochs(seen, metrics, losses, apart, {g.cp_size for g in groups} == {1, 2})
+
+
 def on_rank(
     group: dist.ProcessGroup,
-) -> tuple[dict[str, str], float, list[list[torch.Tensor]], list[Skipped]]:
+) -> tuple[dict[str, str], float, list[list[torch.Tensor]], list[Skipped], Epochs]:
     """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
-    with each kind of head; steps with minibatches without loss tokens."""
+    with each kind of head; steps with minibatches without loss tokens; a step of two epochs."""
     plan = tiny_plan(*SMALL, *LAYOUT, config=CONFIG)
     clock = Clock()
     with topology.start(plan) as topo:
@@ -156,7 +206,8 @@ def on_rank(
         few = step.batch_of(first_sample(rollout, topo.rank), clock, minibatches=1)
         alone = step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
     small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
-    return told, alone, [ratios(*small), ratios(*small, "logprob.head=logits")], skips()
+    heads = [ratios(*small), ratios(*small, "logprob.head=logits")]
+    return told, alone, heads, skips(), two_epochs()
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +218,14 @@ def ranks():
 def test_score_of_a_first_minibatch_is_its_current_logprobs_to_the_last_bit(ranks):
     """Scores and updates follow one placement. So the ratios of a step's first update are 1; later
     ones are not."""
-    for _, _, heads, _ in ranks:
+    for _, _, heads, *_ in ranks:
         for first, second in heads:
             assert len(first) > 20 and not first.any()
             assert second.abs().max() > 1e-3
 
 
 def test_update_skips_minibatches_without_loss_tokens(ranks):
-    for whole, half, none in (skipped for *_, skipped in ranks):
+    for whole, half, none in (skipped for *_, skipped, _ in ranks):
         assert [each.updates for each in (whole, half, none)] == [2, 1, 0]
         assert [each.moved for each in (whole, half, none)] == [True, True, False]
         assert [each.metrics["policy/skipped_updates"] for each in (whole, half, none)] == [0, 1, 2]
@@ -182,6 +233,18 @@ def test_update_skips_minibatches_without_loss_tokens(ranks):
             assert all(map(math.isfinite, each.metrics.values()))
         assert half.metrics["loss"] != 0 and half.metrics["grad_norm"] > 0
         assert not {"loss", "grad_norm", "mismatch/k3"} & none.metrics.keys()
+
+
+def test_update_passes_over_the_minibatches_once_an_epoch(ranks):
+    """Old log-probs stay those of before the step: only its very first update has ratios of 1."""
+    both = [epochs for *_, epochs in ranks]
+    first, *later = [torch.cat(each) for each in zip(*(x.ratios for x in both), strict=True)]
+    assert len(first) > 10 and not first.any()
+    assert len(later) == 3 and all(each.abs().max() > 1e-3 for each in later)
+    for found in both:
+        assert found.shared and not found.apart
+        assert found.metrics["loss"] == pytest.approx(sum(found.losses) / 4, rel=1e-12)
+        assert found.metrics["policy/last_epoch/ppo_kl"] != found.metrics["policy/ppo_kl"]
 
 
 def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks(ranks):

@@ -168,7 +168,7 @@ class EncoderForecast:
 
     @property
     def update_flops(self) -> float:
-        """Model FLOPs of a step's updates on all its ranks."""
+        """Model FLOPs of an epoch's updates on all its ranks."""
         return (3 if self.module.train else 1) * self.patch_flops * self.step_patches
 
 

@@ -93,4 +93,5 @@ def update_flops(plan: Plan) -> float:
             for linear, rank in adapters(plan, kinds)
         )
         total += 3 * adapting * rows - forward.of(rows, 0, scored)
-    return total + sum(encoder.update_flops for encoder in encoders(plan))
+    total += sum(encoder.update_flops for encoder in encoders(plan))
+    return total * plan.batching.epochs

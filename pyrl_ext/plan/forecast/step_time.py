@@ -77,13 +77,13 @@ def step_time(plan: Plan) -> StepTime | None:
     scored = ()
     if plan.has_rollouts:
         scored = (*pass_costs(run, step_rounds(plan), ["score"]), *_image_rows(plan, gpu, 1))
-    updates = (cost for rounds in update_rounds(plan) for cost in minibatch_costs(run, rounds))
+    epoch = [cost for rounds in update_rounds(plan) for cost in minibatch_costs(run, rounds)]
     costs = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
         *_phase("old_logprobs", scored),
         *_phase("ref_logprobs", scored if plan.objective.kl_coef else ()),
-        *_phase("update", added(updates)),
+        *_phase("update", added(epoch * plan.batching.epochs)),
     )
     peak = plan.world_size * gpu.flops["fp8" if plan.model.fp8 else plan.model.dtype]
     return StepTime(costs, update_flops(plan), peak, tuple(_assumed(plan)))

@@ -102,7 +102,7 @@ def step_rounds(plan: Plan) -> tuple[Round, ...]:
 
 
 def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
-    """The rounds of every minibatch."""
+    """The rounds of every minibatch, in one pass over a step's samples."""
     samples = step_samples(plan)
     count = plan.samples_per_minibatch
     parallel = plan.parallel

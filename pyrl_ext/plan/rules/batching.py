@@ -28,6 +28,16 @@ def a_sample_for_every_replica(plan: Plan) -> Found:
         )
 
 
+@rule("batching.epochs")
+def several_epochs_have_a_ratio(plan: Plan) -> Found:
+    if plan.batching.epochs > 1 and plan.objective.loss == "reinforce":
+        return (
+            f"{plan.batching.epochs} with objective.loss reinforce, expected 1; it has no ratio to "
+            "the policy that was scored, so later epochs would train as if nothing had changed. "
+            "Use another loss"
+        )
+
+
 @rule("batching.samples_per_prompt")
 def groups_have_a_spread(plan: Plan) -> Found:
     each = plan.batching.samples_per_prompt

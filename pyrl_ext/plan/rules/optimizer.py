@@ -41,7 +41,10 @@ def the_learning_rate_falls(plan: Plan) -> Found:
 def _at_most(plan: Plan, before: int) -> str:
     """The rule that a number of optimizer steps is within the run, after `before` others."""
     rest = f" less {before} of warmup" if before else ""
+    factors = f"steps {plan.steps} * minibatches {plan.batching.minibatches}"
+    if plan.has_rollouts:
+        factors += f" * epochs {plan.batching.epochs}"
     return (
         f"expected at most {plan.optimizer_steps - before}, the optimizer steps of the run "
-        f"(steps {plan.steps} * minibatches {plan.batching.minibatches}){rest}"
+        f"({factors}){rest}"
     )

@@ -89,12 +89,20 @@ class Batching(Section):
     samples: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] = 0
     """records of data.path per step (objective: sft)"""
     minibatches: Positive = 1
-    """optimizer steps per step; whole groups each"""
+    """optimizer steps in a pass over a step's samples; whole groups each"""
+    epochs: Positive = 1
+    """passes over a step's samples, each through all minibatches in order; old and reference
+    log-probs, advantages and routes are those of before the first one"""
     tokens_per_microbatch: Positive = 8192
     """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
     times as many; bounds activations"""
 
     _step_is_bounded = bounded(("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a step, if none is skipped."""
+        return self.minibatches * self.epochs
 
 
 class Logprob(Section):

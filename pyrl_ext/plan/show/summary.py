@@ -278,7 +278,10 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _rollout(plan)
     else:
         yield "step", f"{plan.samples} records of {plan.data.path}, without rollouts"
-    yield "minibatch", f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"
+    minibatch = f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"
+    if plan.batching.epochs > 1:
+        minibatch += f" in each of {plan.batching.epochs} epochs"
+    yield "minibatch", minibatch
     yield (
         "microbatches",
         (
