@@ -41,6 +41,7 @@ class SavedModule(NamedTuple):
         topo: of this rank in the module.
         adapters: they alone are saved, if there are any, with `sharded` and `load`.
         base: a digest of the weights that adapters belong to; None: there are none.
+        copy: names a frozen copy of the module that is saved next to it; empty: the module itself.
     """
 
     models: Sequence[Module]
@@ -48,11 +49,13 @@ class SavedModule(NamedTuple):
     topo: Topology
     adapters: Any = None
     base: str | None = None
+    copy: str = ""
 
     @property
     def prefix(self) -> str:
         """Prefix of the module's names in a checkpoint of several; empty for the language model."""
-        return "" if self.topo.module == "llm" else f"{self.topo.module}."
+        parts = [self.copy, "" if self.topo.module == "llm" else self.topo.module]
+        return "".join(f"{part}." for part in parts if part)
 
     def key(self, number: int) -> Any:
         """The key of a model chunk, or of a part of the optimizer, among those of all modules."""
@@ -79,7 +82,9 @@ def save(
         with quiet():
             dist_checkpointing.save(_state(parts), str(writing))
         if topo.is_main:
+            copies = sorted({part.copy for part in parts if part.copy})
             facts = {"layout": layout(topo), "plan": plan.fingerprint, "base": _base(parts)}
+            facts["copies"] = copies
             (writing / PLAN).write_text(plan.to_json())
             (writing / COUNTERS).write_text(json.dumps({**counters, **facts}))
 
@@ -158,6 +163,8 @@ def _problems(problem: str | None, topo: Topology) -> list[str]:
 def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology) -> dict[str, Any]:
     """Verify ``folder``, then load this rank's modules from it; any layout may have written it.
 
+    Copies that it does not hold stay as they are.
+
     Returns: the counters that `save` was given.
     Communicates: one gather over the world, then as megatron's load does.
     Raises: ConfigError listing the fields that differ between ``plan`` and the plan that wrote the
@@ -166,7 +173,8 @@ def load(folder: Path, parts: Sequence[SavedModule], plan: Plan, topo: Topology)
     counters = _verified(folder, parts, topo)
     if counters["plan"] != plan.fingerprint:
         plan.check_resumes(Plan.read(folder / PLAN))
-    _read(folder, parts)
+    copies = ("", *copies_in(counters))
+    _read(folder, [part for part in parts if part.copy in copies])
     return counters
 
 
@@ -257,6 +265,11 @@ def _verify(folder: Path, topo: Topology) -> None:
 def read_counters(folder: Path) -> dict[str, Any]:
     """The contents of ``counters.json``: the counters, and the run's ``layout`` and ``plan``."""
     return json.loads((folder / COUNTERS).read_bytes())
+
+
+def copies_in(counters: Mapping[str, Any]) -> list[str]:
+    """Names of the copies that a checkpoint with these counters holds."""
+    return counters.get("copies", [])  # an earlier version wrote none
 
 
 def _instead(folder: Path) -> str:

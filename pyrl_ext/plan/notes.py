@@ -51,9 +51,10 @@ def notes(plan: Plan) -> tuple[str, ...]:
         )
     if objective.kl_coef and plan.init_from is not None and plan.lora is None:
         start = "model.weights" if model.weights else "random weights (model.weights is null)"
+        until = f" until step {objective.reference_refresh}" if objective.reference_refresh else ""
         found.append(
-            f"objective.kl_coef with init_from: the KL is to {start}, not to the weights that "
-            "training starts from"
+            f"objective.kl_coef with init_from: the KL is to {start}{until}, not to the weights "
+            "that training starts from"
         )
     if plan.rollout.oversample > 1:
         found.append(

@@ -127,14 +127,16 @@ def _run_folder(plan: Plan) -> Iterator[Check]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """About the bytes of one checkpoint: weights and the optimizer's float32 state, no encoders.
+    """About the bytes of one checkpoint: weights, those of a reference that is refreshed, and the
+    optimizer's float32 state, no encoders.
 
     Adapters are saved alone.
     """
     trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
     weight = plan.weight_bytes
-    hf = weight * parameters(plan.sizes).total if plan.checkpoint.hf else 0
-    return trained * (weight + 12) + hf  # the optimizer's weights and two moments
+    copies = bool(plan.checkpoint.hf) + bool(plan.objective.reference_refresh)
+    whole = copies * weight * parameters(plan.sizes).total
+    return trained * (weight + 12) + whole  # the optimizer's weights and two moments
 
 
 def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:

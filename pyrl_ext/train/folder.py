@@ -25,7 +25,7 @@ from pyrl_ext.plan.changes import FILE, PlanChange, read_changes
 from pyrl_ext.plan.language.errors import Problem
 from pyrl_ext.rollout.recorded import Recorder, save_scores
 from pyrl_ext.samples import Sample
-from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.policy import REFERENCE, Policy, Scores
 
 
 class RunFolder:
@@ -155,6 +155,7 @@ class RunFolder:
         moved = "" if before == now else f", written under {before}; now {now}"
         done = f"step {step} of {self.plan.steps}"
         print(f"resuming from {newest} ({done}){moved}", flush=True)
+        self._announce_reference(newest, step)
         saved = Plan.read(newest / checkpoint.PLAN)
         schedule = self.plan.optimizer.schedule
         if schedule != "constant" and saved.steps != self.plan.steps:
@@ -169,6 +170,22 @@ class RunFolder:
                 "to a larger number to continue",
                 flush=True,
             )
+
+    def _announce_reference(self, newest: Path, step: int) -> None:
+        """Say so if the checkpoint's reference and the plan's are not the same."""
+        held = REFERENCE in checkpoint.copies_in(checkpoint.read_counters(newest))
+        every = self.plan.objective.reference_refresh
+        if held == bool(every):
+            return
+        if held:
+            print(
+                f"objective.reference_refresh is 0: the reference that {newest} holds is not used; "
+                "the KL, if there is one, is to model.weights",
+                flush=True,
+            )
+            return
+        due = -(-step // every) * every
+        print(f"{newest} holds no reference: it is model.weights until step {due}", flush=True)
 
     def _record_change(self, change: PlanChange) -> None:
         """Print a change of the plan, and append it to ``plan_changes.jsonl``."""

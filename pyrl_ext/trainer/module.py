@@ -344,6 +344,14 @@ class TrainedModule:
         base = self.base_digest if self.adapters else None
         return checkpoint.SavedModule(self.models, self.optimizer, self.topo, self.adapters, base)
 
+    @torch.no_grad()
+    def take_weights(self, other: TrainedModule) -> None:
+        """Copy the weights and persistent buffers of ``other``, the same module on the same ranks,
+        on the device."""
+        theirs = other.weights()
+        for name, tensor in self.weights().items():
+            tensor.copy_(theirs[name])
+
     @cached_property
     def base_digest(self) -> str:
         """One digest of all tensors of the base, the same under every layout.

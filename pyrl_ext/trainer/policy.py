@@ -36,6 +36,7 @@ from pyrl_ext.trainer.module_pipe import Edges, build_edges
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.weights.modules import LiveParams, ModuleTensors
 
+REFERENCE = "reference"  # its name in a checkpoint
 Reduced = tuple[Tensor, Tensor, Any]
 """Of a microbatch: the sum of its loss, the number of its tokens, anything."""
 
@@ -69,6 +70,8 @@ class Policy:
         module: the first.
         step: rollout steps finished.
         updates: optimizer steps finished.
+        reference: a frozen copy that steps refresh, so that `save` and `load` include it; None:
+            there is none.
         stream: on which the modules were built, see `need_stream`.
     """
 
@@ -77,6 +80,7 @@ class Policy:
         self.edges = edges or {}
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
+        self.reference: Policy | None = None
         self._flat = False  # the gradient of the last update was exactly 0
         self.stream = stream_of(self.topo.device)
 
@@ -162,24 +166,38 @@ class Policy:
     def _need_stream(self, call: str) -> None:
         need_stream(f"Policy.{call}", self.stream, stream_of(self.topo.device))
 
+    def take_weights(self, other: Policy) -> None:
+        """Copy the weights of ``other``, a policy of the same plan; see
+        `TrainedModule.take_weights`."""
+        self._need_stream("take_weights")
+        for name, module in self.modules.items():
+            module.take_weights(other.modules[name])
+
+    def _saved(self) -> list[checkpoint.SavedModule]:
+        """The modules of this rank as a checkpoint holds them, then those of the reference."""
+        parts = [module.saved for module in self.modules.values()]
+        if self.reference is not None:
+            copies = self.reference.modules.values()
+            parts += [module.saved._replace(copy=REFERENCE) for module in copies]
+        return parts
+
     def save(self, folder: Path) -> None:
         """Write models, optimizers and counters to ``folder``, whole or not at all; with
         ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
         self.need()
         plan = self.plan
         topo = self.topo
-        parts = [module.saved for module in self.modules.values()]
         counters = {"step": self.step, "updates": self.updates}
         also: list[Callable[[Path], None]] = []
         if plan.checkpoint.hf:
             also = [lambda at: hf_folder.write_hf(at / "hf", self.weights(), plan, topo)]
-        checkpoint.save(folder, parts, counters, plan, topo, *also)
+        checkpoint.save(folder, self._saved(), counters, plan, topo, *also)
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, under this or another layout."""
+        """Continue from what `save` wrote, under this or another layout. A reference that was not
+        saved stays as it is."""
         self.need()
-        parts = [module.saved for module in self.modules.values()]
-        counters = checkpoint.load(folder, parts, self.plan, self.topo)
+        counters = checkpoint.load(folder, self._saved(), self.plan, self.topo)
         self.step = counters["step"]
         self.updates = counters["updates"]
 

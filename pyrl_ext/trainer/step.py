@@ -55,8 +55,9 @@ class Step(ABC):
     collective over all ranks.
 
     Args:
-        reference: frozen copy of the initial policy; None: nothing is compared with it, or the
-            policy's base, without its adapters, is the reference.
+        reference: frozen copy of the initial policy, or with `objective.reference_refresh` of the
+            policy of an earlier step; None: nothing is compared with it, or the policy's base,
+            without its adapters, is the reference.
         advantage: of the samples.
     """
 
@@ -251,6 +252,8 @@ class RolloutStep(Step):
             rollouts.engine.score_canaries = partial(score_canaries, policy)
             if plan.objective.kl_coef and plan.lora is None and trainable:
                 reference = Policy.build(plan, topo, trainable=False)
+                if plan.objective.reference_refresh:
+                    policy.reference = reference
         except BaseException:
             rollouts.close()
             raise
@@ -346,6 +349,7 @@ class RolloutStep(Step):
         columns = {"old_logprobs": old.logprobs}
         if self.plan.objective.kl_coef:
             with phase("time/ref_logprobs"):
+                self._refresh_reference()
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
         if shard.role.last_stage:
             if self.plan.rollout.ahead:
@@ -367,6 +371,16 @@ class RolloutStep(Step):
             seconds = (p.module.replay.clock.take() for p in policies)
             metrics["time/replay"] = sum(sum(each.values()) for each in seconds)
         return metrics
+
+    def _refresh_reference(self) -> None:
+        """Give the reference the policy's weights, if a refresh is due before this step's update. A
+        checkpoint of the same step has the same weights: a resumed run may refresh it again."""
+        every = self.plan.objective.reference_refresh
+        if self.reference is None or not every or not self.number or self.number % every:
+            return
+        self.reference.take_weights(self.policy)
+        if self.topo.is_main:
+            print(f"step {self.number}: the reference takes the policy's weights", flush=True)
 
     def _reference_scores(self, shard: BatchShard) -> Scores:
         replay = self.plan.replay.reference

@@ -74,11 +74,17 @@ def step(policy):
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
 
 
+def add_reference(policy):
+    """A frozen copy with the initial weights, which checkpoints of ``policy`` hold too."""
+    policy.reference = Policy.build(policy.plan, policy.topo, trainable=False)
+
+
 def go_on(folder, name):
     """(updates, metrics, weights) after the step of a job, on this rank."""
     job = JOBS[name]
     plan = plan_of(folder, *job.overrides)
     with passes.built(plan) as policy:
+        add_reference(policy)
         policy.load(folder / job.source)
         if name not in ONE:
             policy.save(folder / f"{name}, loaded")
@@ -101,7 +107,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def never_stopped(folder):
-    """dtype -> updates -> (metrics, weights) of one process; checkpoints after the second."""
+    """dtype -> updates -> (metrics, weights) of one process; checkpoints after the second, with the
+    weights after the first as those of the reference."""
     found = {}
     for dtype, name in (("float32", "one"), ("bfloat16", "bf16 one")):
         plan = plan_of(folder, f"model.dtype={dtype}")
@@ -109,6 +116,9 @@ def never_stopped(folder):
             steps = {}
             for updates in range(1, 6):
                 steps[updates] = step(policy)
+                if updates == 1:
+                    add_reference(policy)
+                    policy.reference.take_weights(policy)
                 if updates == 2:
                     policy.save(folder / name)
         found[dtype] = steps
@@ -152,7 +162,7 @@ def unpadded(folder):
 
 @pytest.mark.parametrize("name", TWO | FOUR)
 def test_load_restores_what_save_wrote(name, results, folder):
-    """Bit for bit, under names that no layout shows in; model and optimizer."""
+    """Bit for bit, under names that no layout shows in; model, optimizer and reference."""
     source = JOBS[name].source
     saved = unpadded(folder / source)
     back = unpadded(folder / f"{name}, loaded")
@@ -160,6 +170,9 @@ def test_load_restores_what_save_wrote(name, results, folder):
     assert saved["optimizer"] == back["optimizer"] == {"step": results[name][0][0] - 1}
     moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
     assert len(moments) > 50 and all(saved[key].any() for key in moments)
+    copies = {key.removeprefix("reference."): saved[key] for key in saved if "reference" in key}
+    assert len(copies) > 50 and all(copies[key].shape == saved[key].shape for key in copies)
+    assert not torch.equal(copies["output_layer.weight"], saved["output_layer.weight"])
     for key in saved.keys() - {"optimizer"}:
         assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
 

@@ -136,6 +136,34 @@ def test_train_with_a_reference_policy_starts_equal_and_parts(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
+def test_train_resumes_between_refreshes_of_the_reference_to_the_bit(tmp_path, capsys):
+    """Steps 2 and 4 refresh it; the checkpoint after step 2 holds the weights of before it."""
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    common = ("objective.kl_coef=0.1", "batching.minibatches=1", "evaluate.every=0")
+    every = (*common, "objective.reference_refresh=2")
+    assert run(whole, *every, "steps=5", "checkpoint.every=3") == 0
+    assert capsys.readouterr().out.count("the reference takes the policy's weights") == 2
+    assert run(parts, *every, "steps=3") == 0
+    plan = compile_plan(CONFIG, arguments(parts, *every, "steps=3"))
+    (tensors,) = (parts / "checkpoints/step-3").glob("*.distcp")
+    assert 1 <= tensors.stat().st_size / checkpoint_bytes(plan) < 1.12
+    assert run(parts, *every, "steps=5") == 0
+    rows = numbers(parts)
+    assert rows == numbers(whole)
+    found = [row["policy/ref_kl"] for row in rows]
+    assert found[0] == found[2] == found[4] == 0 and min(found[1], found[3]) > 1e-6
+    capsys.readouterr()
+    allow = "resume_allow=[objective.reference_refresh]"
+    assert run(parts, *common, "steps=6", allow) == 0  # the initial weights are further away
+    assert "step-5 holds is not used; the KL, if there is one," in capsys.readouterr().out
+    assert numbers(parts)[5]["policy/ref_kl"] > 2 * found[3]
+    assert run(parts, *common, "steps=8", "objective.reference_refresh=7", allow) == 0
+    assert "step-6 holds no reference: it is model.weights until step 7" in capsys.readouterr().out
+    *_, before, after = numbers(parts)
+    assert before["policy/ref_kl"] > 2 * found[3] and after["policy/ref_kl"] == 0
+
+
 def test_train_with_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
     """The same weights and samples: without replay some routers disagree with the engine."""
     common = ("model.dtype=bfloat16", "steps=1", "evaluate.every=0", "batching.prompts=32")
@@ -195,6 +223,7 @@ def on_rank(_group, folder, *overrides):
 def replayed(recording):
     """The rows of three steps on the recording by one process, and its overrides."""
     overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    overrides += ("batching.epochs=2", "objective.kl_coef=0.1", "objective.reference_refresh=2")
     assert run(recording.parent / "one", "steps=3", *overrides) == 0
     return numbers(recording.parent / "one"), ("steps=3", *overrides)
 
@@ -205,7 +234,7 @@ def test_train_on_two_ranks_equals_one(layout, replayed, tmp_path):
     run_ranks(on_rank, 2, tmp_path / "two", f"parallel.{layout}", *overrides)
     for one, two in zip(of_one, numbers(tmp_path / "two"), strict=True):
         assert one["reward"] == two["reward"]
-        for name in ("loss", "grad_norm", "policy/entropy", "mismatch/abs_mean"):
+        for name in ("loss", "grad_norm", "policy/entropy", "policy/ref_kl", "mismatch/abs_mean"):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
 
 

@@ -56,10 +56,10 @@ def first_sample(rollout: RolloutSamples, rank: int) -> RolloutSamples:
     return RolloutSamples(index, rollout.samples[:1] if index.owners[0] == rank else [])
 
 
-def scored(step: RolloutStep, clock: Clock) -> tuple[RolloutSamples, BatchShard]:
-    """The first rollout, and its rows with log-probs."""
-    step.sync_weights(0, clock)
-    rollout = step.take(0, clock)
+def scored(step: RolloutStep, clock: Clock, number: int = 0) -> tuple[RolloutSamples, BatchShard]:
+    """The rollout of a step, and its rows with log-probs."""
+    step.sync_weights(number, clock)
+    rollout = step.take(number, clock)
     shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
     return rollout, shard
 
@@ -141,6 +141,8 @@ class Epochs(NamedTuple):
         losses: of the updates one by one.
         apart: names of weights that differ at the end.
         shared: True if some sample ran on both ranks, and another on one.
+        gaps: largest distance between the log-probs of policy and reference in the steps after it,
+            the second of which refreshes the reference.
     """
 
     ratios: list[torch.Tensor]
@@ -148,13 +150,15 @@ class Epochs(NamedTuple):
     losses: list[float]
     apart: list[str]
     shared: bool
+    gaps: list[float]
 
 
 def two_epochs() -> Epochs:
     """Under dynamic context parallelism."""
     layout = ("parallel.dp=2", "parallel.dynamic_cp=2", "batching.tokens_per_microbatch=8")
     uneven = ("data.max_prompt_tokens=4", 'rollout.stop=["1", "3", "5"]')
-    plan = tiny_plan(*QUICK, *layout, *uneven, "batching.epochs=2")
+    reference = ("objective.kl_coef=0.1", "objective.reference_refresh=2")
+    plan = tiny_plan(*QUICK, *layout, *uneven, *reference, "batching.epochs=2")
     clock = Clock()
     with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         other = policy.Policy.build(plan, topo)
@@ -179,7 +183,12 @@ def two_epochs() -> Epochs:
         mine = dict(step.policy.weights())
         apart = [name for name, x in other.weights() if not torch.equal(x, mine[name])]
         assert step.policy.updates == other.updates == 4
-        return Epochs(seen, metrics, losses, apart, {g.cp_size for g in groups} == {1, 2})
+        gaps = list[float]()
+        for number in (1, 2):
+            columns = scored(step, clock, number)[1].columns
+            gaps.append(float((columns["old_logprobs"] - columns["ref_logprobs"]).abs().max()))
+        shared = {group.cp_size for group in groups} == {1, 2}
+        return Epochs(seen, metrics, losses, apart, shared, gaps)
 
 
 def on_rank(
@@ -245,6 +254,11 @@ def test_update_passes_over_the_minibatches_once_an_epoch(ranks):
         assert found.shared and not found.apart
         assert found.metrics["loss"] == pytest.approx(sum(found.losses) / 4, rel=1e-12)
         assert found.metrics["policy/last_epoch/ppo_kl"] != found.metrics["policy/ppo_kl"]
+
+
+def test_score_refreshes_the_reference_before_its_log_probs(ranks):
+    for before, after in (epochs.gaps for *_, epochs in ranks):
+        assert before > 1e-3 and after == 0
 
 
 def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks(ranks):

@@ -62,7 +62,8 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
             why += "; torch keeps pinned memory"
             yield Item(f"{name}{of} on the host", width * number, MEMORY_PHASES, why, host=True)
     if plan.objective.kl_coef > 0 and plan.lora is None:
-        why = "the initial weights, kept because objective.kl_coef is above 0"
+        since = "of an earlier step" if plan.objective.reference_refresh else "at the start"
+        why = f"the weights {since}, kept because objective.kl_coef is above 0"
         yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
 
 

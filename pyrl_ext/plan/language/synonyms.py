@@ -192,6 +192,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "prompts_per_step": ("batching.prompts",),
     "recompute_granularity": ("model.recompute",),
     "ref_load": ("model.weights",),
+    "ref_model_sync_steps": ("objective.reference_refresh",),
+    "ref_update_interval": ("objective.reference_refresh",),
     "report_to": ("log.wandb", "log.tensorboard"),
     "response_length": ("rollout.max_new_tokens",),
     "responses_per_prompt": ("batching.samples_per_prompt",),

@@ -36,11 +36,22 @@ def parts_are_read(plan: Plan) -> Found:
         "reduction_constant": ("reduction: sequence_sum", objective.reduction == "sequence_sum"),
         "leave_one_out": ("advantage: grpo", objective.advantage == "grpo"),
         "dynamic_sampling_shortage": ("dynamic_sampling", objective.dynamic_sampling > 0),
+        "reference_refresh": ("kl_coef", objective.kl_coef > 0),
     }
     for key, (reader, given) in needs.items():
         if changed(objective, key) and not given:
             value = getattr(objective, key)
             yield key, f"{value} without {reader}, expected it left out; nothing else reads it"
+
+
+@rule("objective.reference_refresh")
+def the_reference_has_weights_of_its_own(plan: Plan) -> Found:
+    if plan.objective.reference_refresh and plan.lora is not None:
+        return (
+            f"{plan.objective.reference_refresh} with lora, expected 0; the reference is the base "
+            "without adapters, which no step changes. To start again from what is trained, export "
+            "the run and name the folder as model.weights of a new one"
+        )
 
 
 @rule("objective")

@@ -48,7 +48,11 @@ class Objective(Section):
     """divides the sum of a sequence (sequence_sum); null: the most that a trajectory may sample,
     rollout.max_new_tokens, with turns the total of all turns [tokens]"""
     kl_coef: NonNegative = 0.0
-    """weight of the KL to the initial policy; above 0 keeps a copy of its weights"""
+    """weight of the KL to the reference, the policy of model.weights; above 0 keeps a copy of its
+    weights"""
+    reference_refresh: Count = 0
+    """steps after which the reference takes the policy's weights, again and again; checkpoints hold
+    them; 0: it stays the policy of model.weights [steps]"""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """estimate of the KL at a token"""
     kl_gradient: Literal["direct", "reverse"] = "reverse"
