@@ -60,6 +60,7 @@ class Prompt:
         text: the prompt as text, for messages and logs
         meta: further fields of its record, for reward functions
         images: in the order of their tokens
+        source: its name in data.sources; empty without them
     """
 
     id: int
@@ -68,3 +69,4 @@ class Prompt:
     text: str = ""
     meta: Mapping[str, Any] | None = None
     images: tuple[PromptImage, ...] = ()
+    source: str = ""

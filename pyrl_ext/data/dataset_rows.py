@@ -85,12 +85,15 @@ class Renamed:
         return rename(self._records.read(number), self._columns)
 
 
-def open_data(plan: Plan, name: str, split: str, subset: str | None = None) -> Records:
+def open_data(
+    plan: Plan, name: str, split: str, subset: str | None, columns: Mapping[str, str]
+) -> Records:
     """The records of a key of the plan.
 
     Args:
         name: of a file, a folder or a dataset of the hub
         split, subset: of a folder or dataset
+        columns: as of `Renamed`
 
     Raises:
         DataError: they cannot be opened
@@ -100,4 +103,4 @@ def open_data(plan: Plan, name: str, split: str, subset: str | None = None) -> R
         records: Records = DatasetRows(path, subset, split)
     else:
         records = open_records(plan.resolve(name))
-    return Renamed(records, plan.data.columns) if plan.data.columns else records
+    return Renamed(records, columns) if columns else records

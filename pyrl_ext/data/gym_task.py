@@ -36,8 +36,10 @@ class GymTask:
         task: ``reasoning_gym:<name>``
         encode: question -> token ids of the prompt
         max_prompt_tokens: of a prompt [tokens]
-        seed: of the stream
+        seed: of the stream, and of what is held out
         options: as ``data.task_options``, which the package names
+        stream: name of the stream; others of the same seed have other prompts
+        key: section of the config that names the task, for messages
     """
 
     def __init__(
@@ -47,21 +49,23 @@ class GymTask:
         max_prompt_tokens: int,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        stream: str = "train",
+        key: str = "data",
     ):
         self.task = task
+        self.stream = stream
+        self.key = key
         self.encode = encode
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
         self.options = dict(options or {})
         self._written = json.dumps(self.options, sort_keys=True)
 
-    def take(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a training step; the same for the same (seed, step, n).
-
-        Raises: ValueError if the task does not have them.
-        """
-        prompts = self._draw(f"{self.seed}/train/{step}", held_out=False)
-        return [self._prompt(step * n + i, *next(prompts)) for i in range(n)]
+    def take(self, step: int, n: int, first: int | None = None) -> list[Prompt]:
+        """See `Prompts.take`. Raises: ValueError if the task does not have them."""
+        prompts = self._draw(f"{self.seed}/{self.stream}/{step}", held_out=False)
+        start = step * n if first is None else first
+        return [self._prompt(start + i, *next(prompts)) for i in range(n)]
 
     def held_out(self, n: int) -> list[Prompt]:
         """The first n of the distinct prompts (ids -1, -2, ...) that `take` never returns.
@@ -77,8 +81,8 @@ class GymTask:
             found.setdefault(entry["question"], self._prompt(-1 - len(found), tokens, entry))
         if len(found) < n:
             raise ValueError(
-                f"data.task: {self.task} has {len(found)} held-out questions with these "
-                f"data.task_options, expected {n}; make the task larger, or take fewer "
+                f"{self.key}.task: {self.task} has {len(found)} held-out questions with these "
+                f"{self.key}.task_options, expected {n}; make the task larger, or take fewer "
                 "evaluate.prompts"
             )
         return list(found.values())
@@ -96,10 +100,10 @@ class GymTask:
             if others == _DRAWS:
                 side = "held-out" if held_out else "training"
                 raise ValueError(
-                    f"data.task: no {side} question of {self.task} among {_DRAWS} draws with "
-                    f"these data.task_options, expected one of at most data.max_prompt_tokens "
-                    f"{self.max_prompt_tokens} tokens; the longest had {longest}. Make the task "
-                    "larger, or data.max_prompt_tokens"
+                    f"{self.key}.task: no {side} question of {self.task} among {_DRAWS} draws with "
+                    f"these {self.key}.task_options, expected one of at most "
+                    f"data.max_prompt_tokens {self.max_prompt_tokens} tokens; the longest had "
+                    f"{longest}. Make the task larger, or data.max_prompt_tokens"
                 )
             others += 1
             if is_held_out(entry["question"], self.seed, HELD_OUT) != held_out:

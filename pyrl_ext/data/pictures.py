@@ -107,8 +107,9 @@ class Pictures:
         tokenizer: with a chat template that takes images
         reader: of the images
         eos_id: token that ends a response; a right answer ends with it
-        seed: of the stream
+        seed: of the stream, and of what is held out
         options: as `data.task_options`, see `plan.task_options.PictureOptions`
+        stream: name of the stream; others of the same seed have other prompts
 
     Raises:
         ValueError: unknown option, a value of a wrong type or outside its range, or a tokenizer
@@ -122,6 +123,7 @@ class Pictures:
         eos_id: int,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        stream: str = "train",
     ):
         read = read_options(PICTURES, options or {})
         assert isinstance(read, PictureOptions)
@@ -130,15 +132,17 @@ class Pictures:
         self.reader = reader
         self.eos_id = eos_id
         self.seed = seed
+        self.stream = stream
         try:
             self.take(0, 1)
         except Broken as broken:  # by the tokenizer
             raise ValueError(f"task {PICTURES}: {broken}") from None
 
-    def take(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a training step: numbers step * n and on of the stream."""
-        numbers = range(step * n, (step + 1) * n)
-        return [self._prompt(i, self._scene(f"train/{i}", held_out=False)) for i in numbers]
+    def take(self, step: int, n: int, first: int | None = None) -> list[Prompt]:
+        """See `Prompts.take`."""
+        start = step * n if first is None else first
+        scenes = [self._scene(f"{self.stream}/{start + i}", held_out=False) for i in range(n)]
+        return [self._prompt(start + i, scene) for i, scene in enumerate(scenes)]
 
     def held_out(self, n: int) -> list[Prompt]:
         """The first n prompts (ids -1, -2, ...) with distinct pictures that `take` never returns.

@@ -15,6 +15,7 @@ from pyrl_ext.data.environment import EnvironmentHost
 from pyrl_ext.data.files import Broken, open_records
 from pyrl_ext.data.gym_task import GymTask
 from pyrl_ext.data.images import ImageReader, Scale
+from pyrl_ext.data.mixed_prompts import MixedPrompts, Prompts
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, Scorer, WorkerReward, load_reward
@@ -25,6 +26,8 @@ from pyrl_ext.data.workers import Pool
 from pyrl_ext.parallel.launch import launched
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.gym_tasks import is_gym_task
+from pyrl_ext.plan.named_rewards import reward_function
+from pyrl_ext.plan.schema import PromptKeys
 from pyrl_ext.plan.task_options import PICTURES
 from pyrl_ext.samples import Prompt
 
@@ -47,8 +50,8 @@ class PromptDataset:
     """Prompts of the run, and how their responses are scored.
 
     Args:
-        prompts:  ``take(step, n)`` and ``held_out(n)``.
-        reward:   (prompt, text, tokens) -> number.
+        prompts:  that are trained on, and held-out ones.
+        reward:   (prompt, text, tokens) -> number; by name with several sources of prompts.
         tokenizer: of the model.
         stop_ids: tokens that end a response.
         environments: worker processes of the environment, which gives rewards; None: `reward`
@@ -56,8 +59,8 @@ class PromptDataset:
         sets: further sets to evaluate on, by name.
     """
 
-    prompts: Task | GymTask | Pictures | PromptSource
-    reward: AnyReward
+    prompts: Prompts
+    reward: AnyReward | Mapping[str, AnyReward]
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     environments: Pool | None = None
@@ -70,7 +73,8 @@ class PromptDataset:
 
     def close(self) -> None:
         """Stop the worker processes of user code."""
-        for reward in (self.reward, *(each.reward for each in self.sets.values())):
+        own = self.reward.values() if isinstance(self.reward, Mapping) else [self.reward]
+        for reward in (*own, *(each.reward for each in self.sets.values())):
             if isinstance(reward, WorkerReward):
                 reward.close()
         if self.environments is not None:
@@ -132,127 +136,156 @@ def build_source(plan: Plan) -> PromptDataset:
     tokenizer = load_tokenizer(plan.tokenizer_path)
     eos = plan.hf.get("eos_token_id")
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
-    if plan.data.task is not None and is_gym_task(plan.data.task):
-        return _gym_source(plan, plan.data.task, tokenizer, stop_ids)
-    if plan.data.task is not None:
-        task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
-        sets = _eval_sets(plan, tokenizer, task.reward)
-        return PromptDataset(task, task.reward, tokenizer, stop_ids, None, sets)
-    data = plan.data
-    assert data.prompts is not None  # a rule says so
     environments = None
-    reward: AnyReward = no_reward
     if plan.turns.environment is not None:
-        forks = plan.turns.form == "stepwise"
-        check_template(plan.turns.environment, tokenizer, stop_ids, forks)
-        host = partial(
-            EnvironmentHost.load,
-            plan.turns.environment,
-            plan.turns.options,
-            tokenizer=partial(load_tokenizer, plan.tokenizer_path),
-            stop_ids=stop_ids,
-            forks=forks,
-        )
-        key = f"turns.environment: {plan.turns.environment!r}"
-        cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
-        environments = Pool(key, host, max(1, min(_MAX_WORKERS, cores)))
-    elif plan.data.reward is not None:
-        reward = _reward(plan, plan.data.reward)
-    prompts = _load(plan, data.prompts, data.split, data.subset, tokenizer, reward)
-    held_out = None
-    if data.eval_prompts is not None or data.eval_split is not None:
-        name = data.eval_prompts or data.prompts
-        split = data.eval_split or data.split
-        subset = data.subset if data.eval_prompts is None else None
-        held_out = _load(plan, name, split, subset, tokenizer, reward)
-    source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    sets = _eval_sets(plan, tokenizer, reward)
-    return PromptDataset(source, reward, tokenizer, stop_ids, environments, sets)
+        environments = _environments(plan, plan.turns.environment, tokenizer, stop_ids)
+    build = _Builder(plan, tokenizer, stop_ids)
+    sources = {name: build.source(name) for name in plan.data.sources}
+    if not sources:
+        prompts, reward = build.source(None)
+    else:
+        weights = {name: source.weight for name, source in plan.data.sources.items()}
+        streams = {name: prompts for name, (prompts, _) in sources.items()}
+        prompts = MixedPrompts(streams, weights, plan.seed)
+        reward = {name: own for name, (_, own) in sources.items()}
+    sets = build.eval_sets(reward)
+    return PromptDataset(prompts, reward, tokenizer, stop_ids, environments, sets)
 
 
-def _reward(plan: Plan, name: str) -> AnyReward:
-    data = plan.data
-    return load_reward(
+def _environments(plan: Plan, name: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Pool:
+    """The worker processes of the environment."""
+    assert plan.tokenizer_path is not None
+    forks = plan.turns.form == "stepwise"
+    check_template(name, tokenizer, stop_ids, forks)
+    host = partial(
+        EnvironmentHost.load,
         name,
-        timeout=data.reward_timeout,
-        workers=data.reward_workers,
-        concurrency=data.reward_concurrency,
-        retries=data.reward_retries,
-        drops=data.reward_min_share < 1,
+        plan.turns.options,
+        tokenizer=partial(load_tokenizer, plan.tokenizer_path),
+        stop_ids=stop_ids,
+        forks=forks,
     )
+    cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
+    workers = max(1, min(_MAX_WORKERS, cores))
+    return Pool(f"turns.environment: {name!r}", host, workers)
 
 
-def _eval_sets(plan: Plan, tokenizer: Tokenizer, reward: AnyReward) -> dict[str, EvalPrompts]:
-    """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
-    sets: dict[str, EvalPrompts] = {}
-    rewards: dict[str | None, AnyReward] = {None: reward, plan.data.reward: reward}
-    for name, chosen in plan.evaluate.sets.items():
-        if chosen.reward not in rewards:
-            assert chosen.reward is not None
-            rewards[chosen.reward] = _reward(plan, chosen.reward)
-        own = rewards[chosen.reward]
-        prompts = _load(plan, chosen.file, chosen.split, chosen.subset, tokenizer, own)
-        first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
-        sets[name] = EvalPrompts(first, own)
-    return sets
+class _Builder:
+    """Builds the sources of prompts and the sets to evaluate on.
+
+    Rewards with the same name share their workers.
+    """
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]):
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.eos_id = stop_ids[0]
+        self._rewards: dict[str, AnyReward] = {}
+
+    def source(self, name: str | None) -> tuple[Prompts, AnyReward]:
+        """The prompts and the reward of a source of data.sources; None: of data itself."""
+        keys = self.plan.data if name is None else self.plan.data.sources[name]
+        key = "data" if name is None else f"data.sources.{name}"
+        stream = "train" if name is None else f"{name}/train"
+        if keys.task is None:
+            return self._files(keys)
+        if is_gym_task(keys.task):
+            return self._gym_task(keys, keys.task, stream, key)
+        task = self._task(keys, keys.task, stream, key)
+        return task, task.reward
+
+    def eval_sets(self, reward: AnyReward | Mapping[str, AnyReward]) -> dict[str, EvalPrompts]:
+        """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
+        sets: dict[str, EvalPrompts] = {}
+        for name, chosen in self.plan.evaluate.sets.items():
+            if chosen.reward is not None:
+                own = self._reward(chosen.reward)
+            else:
+                assert not isinstance(reward, Mapping)  # a rule says so
+                own = reward
+            data = self.plan.data
+            prompts = self._load(data, chosen.file, chosen.split, chosen.subset, own)
+            first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
+            sets[name] = EvalPrompts(first, own)
+        return sets
+
+    def _files(self, keys: PromptKeys) -> tuple[PromptSource, AnyReward]:
+        assert keys.prompts is not None  # a rule says so
+        reward: AnyReward = no_reward
+        if keys.reward is not None and self.plan.turns.environment is None:
+            reward = self._reward(keys.reward)
+        prompts = self._load(keys, keys.prompts, keys.split, keys.subset, reward)
+        held_out = None
+        if keys.eval_prompts is not None or keys.eval_split is not None:
+            name = keys.eval_prompts or keys.prompts
+            split = keys.eval_split or keys.split
+            subset = keys.subset if keys.eval_prompts is None else None
+            held_out = self._load(keys, name, split, subset, reward)
+        source = PromptSource(prompts, held_out, self.plan.seed, self.plan.data.shuffle)
+        return source, reward
+
+    def _load(
+        self, keys: PromptKeys, name: str, split: str, subset: str | None, reward: AnyReward
+    ) -> list[Prompt]:
+        """The prompts of a file, folder or dataset."""
+        records = open_data(self.plan, name, split, subset, keys.columns)
+        rule = getattr(reward, "answer_rule", None)
+        reader = image_reader(self.plan, str(records.path))
+        limit = self.plan.data.max_prompt_tokens
+        return load_prompts(records, self.tokenizer, limit, rule, reader, _chat(keys))
+
+    def _reward(self, name: str) -> AnyReward:
+        function = reward_function(name)
+        if function not in self._rewards:
+            data = self.plan.data
+            self._rewards[function] = load_reward(
+                function,
+                timeout=data.reward_timeout,
+                workers=data.reward_workers,
+                concurrency=data.reward_concurrency,
+                retries=data.reward_retries,
+                drops=data.reward_min_share < 1,
+            )
+        return self._rewards[function]
+
+    def _gym_task(
+        self, keys: PromptKeys, task: str, stream: str, key: str
+    ) -> tuple[GymTask, AnyReward]:
+        """The prompts of a task of reasoning-gym, which its own scorers score in a worker."""
+        chat = _chat(keys)
+
+        def encode(question: str) -> list[int]:
+            try:
+                text = question if chat is None else chat.render(question, self.tokenizer)
+                tokens = encoded(text, self.tokenizer, add_special_tokens=chat is None)
+                check_known(text, tokens, self.tokenizer)
+            except Broken as broken:
+                raise ValueError(f"{key}.task: {task}: {broken}") from None
+            return tokens
+
+        limit = self.plan.data.max_prompt_tokens
+        prompts = GymTask(task, encode, limit, self.plan.seed, keys.task_options, stream, key)
+        prompts.take(0, 1)  # what does not work fails now
+        return prompts, self._reward("pyrl_ext.data.gym_task:score")
+
+    def _task(self, keys: PromptKeys, name: str, stream: str, key: str) -> Task | Pictures:
+        options = dict(keys.task_options)
+        seed = self.plan.seed
+        if name == PICTURES:
+            if (reader := image_reader(self.plan)) is None:
+                raise ValueError(f"{key}.task: {name}, expected a model with an image token")
+            return Pictures(self.tokenizer, reader, self.eos_id, seed, options, stream)
+
+        def encode(text: str) -> list[int]:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return Task(name, encode, self.eos_id, seed, options, stream)
 
 
-def _load(
-    plan: Plan,
-    name: str,
-    split: str,
-    subset: str | None,
-    tokenizer: Tokenizer,
-    reward: AnyReward,
-) -> list[Prompt]:
-    """The prompts of a file, folder or dataset."""
-    records = open_data(plan, name, split, subset)
-    rule = getattr(reward, "answer_rule", None)
-    reader = image_reader(plan, str(records.path))
-    limit = plan.data.max_prompt_tokens
-    return load_prompts(records, tokenizer, limit, rule, reader, _chat(plan))
-
-
-def _chat(plan: Plan) -> Chat | None:
-    return Chat(plan.data.system_prompt) if plan.data.chat else None
-
-
-def _gym_source(
-    plan: Plan, task: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
-) -> PromptDataset:
-    """The prompts of a task of reasoning-gym, which its own scorers score in a worker process."""
-    chat = _chat(plan)
-
-    def encode(question: str) -> list[int]:
-        try:
-            text = question if chat is None else chat.render(question, tokenizer)
-            tokens = encoded(text, tokenizer, add_special_tokens=chat is None)
-            check_known(text, tokens, tokenizer)
-        except Broken as broken:
-            raise ValueError(f"data.task: {task}: {broken}") from None
-        return tokens
-
-    limit = plan.data.max_prompt_tokens
-    prompts = GymTask(task, encode, limit, plan.seed, plan.data.task_options)
-    prompts.take(0, 1)  # what does not work fails now
-    reward = _reward(plan, "pyrl_ext.data.gym_task:score")
-    sets = _eval_sets(plan, tokenizer, reward)
-    return PromptDataset(prompts, reward, tokenizer, stop_ids, None, sets)
+def _chat(keys: PromptKeys) -> Chat | None:
+    return Chat(keys.system_prompt) if keys.chat else None
 
 
 def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """Stands where an environment gives the reward."""
     raise RuntimeError(f"no_reward(prompt {prompt.id}): expected the environment to reward it")
-
-
-def _task(plan: Plan, name: str, tokenizer: Tokenizer, eos_id: int) -> Task | Pictures:
-    options = dict(plan.data.task_options)
-    if name == PICTURES:
-        if (reader := image_reader(plan)) is None:
-            raise ValueError(f"data.task: {name}, expected a model with an image token")
-        return Pictures(tokenizer, reader, eos_id, plan.seed, options)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return Task(name, encode, eos_id, plan.seed, options)

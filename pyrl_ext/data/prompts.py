@@ -97,9 +97,10 @@ class PromptSource:
         self._epochs = Epochs(len(train), seed, shuffle)
         self._held_out = [replace(p, id=-1 - i) for i, p in enumerate(held_out)]
 
-    def take(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a training step; an id is the place in the stream, step * n + i."""
-        taken = enumerate(self._epochs.take(step, n), start=step * n)
+    def take(self, step: int, n: int, first: int | None = None) -> list[Prompt]:
+        """See `Prompts.take`; an id is the place in the stream."""
+        start = step * n if first is None else first
+        taken = enumerate(self._epochs.take(start, n), start=start)
         return [replace(self.prompts[number], id=place) for place, number in taken]
 
     def held_out(self, n: int) -> list[Prompt]:

@@ -201,6 +201,7 @@ class _Call:
     """A call of a reward function in a worker, which is made again if it fails.
 
     Attributes:
+        reward: the function
         text: of the response
         done: its result, or the last failure
         retries: calls after the first one
@@ -212,7 +213,7 @@ class _Call:
         self.done = Future[Scored]()
         self.retries = 0
         self.ended = 0.0
-        self._reward = reward
+        self.reward = reward
         self._arguments = arguments
 
     def follow(self, future: Future[Scored]) -> None:
@@ -222,12 +223,10 @@ class _Call:
     def _take(self, future: Future[Scored]) -> None:
         """Runs in the thread of the pool."""
         failure = future.exception()
-        if failure is not None and self.retries < self._reward.retries:
+        if failure is not None and self.retries < self.reward.retries:
             self.retries += 1
             try:
-                (again,) = self._reward.pool.submit(
-                    "score", [self._arguments], self._reward.timeout
-                )
+                (again,) = self.reward.pool.submit("score", [self._arguments], self.reward.timeout)
             except Exception as error:  # no process could be started; who waits has to know
                 self.done.set_exception(error)
                 return
@@ -247,7 +246,7 @@ class Scorer:
         prompts: with distinct ids
         reward: fn(prompt, text, tokens) -> float, or its components by name; text is the decoded
             response without a stop token at its end (a stop string is part of it), tokens are all
-            its ids
+            its ids. Or the function of each source of prompts
         decode: token ids -> text
         stop_ids: tokens that end a response
     """
@@ -255,12 +254,13 @@ class Scorer:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        reward: Reward | WorkerReward,
+        reward: Reward | WorkerReward | Mapping[str, Reward | WorkerReward],
         decode: Callable[[list[int]], str],
         stop_ids: Sequence[int],
     ):
+        rewards = reward if isinstance(reward, Mapping) else {p.source: reward for p in prompts}
+        self._rewards: Mapping[str, Reward | WorkerReward] = rewards
         self._by_id = {prompt.id: replace(prompt, images=()) for prompt in prompts}
-        self._reward = reward
         self._decode = decode
         self._stop_ids = stop_ids
         self._busy_until = 0.0
@@ -270,6 +270,9 @@ class Scorer:
         self, samples: Sequence[Sample]
     ) -> Callable[[defaultdict[str, float]], list[Sample]]:
         """Begin to score samples: a function in workers is called at once, a built-in one later.
+
+        Args:
+            samples: of prompts of one source
 
         Returns:
             a function that waits, adds to the counts that it is given, and returns the samples
@@ -286,18 +289,19 @@ class Scorer:
             tokens = sample.response
             text = self._decode(tokens[:-1] if tokens[-1] in self._stop_ids else tokens)
             arguments.append((self._by_id[sample.prompt_id], text, tokens))
-        if not isinstance(self._reward, WorkerReward):
-            return partial(self._score_here, self._reward, samples, arguments)
-        self._check_running(self._reward)
-        calls = [_Call(self._reward, each) for each in arguments]
+        reward = self._rewards[arguments[0][0].source]
+        if not isinstance(reward, WorkerReward):
+            return partial(self._score_here, reward, samples, arguments)
+        self._check_running()
+        calls = [_Call(reward, each) for each in arguments]
         self._running += zip(samples, calls, strict=True)
         began = time.monotonic()
-        futures = self._reward.pool.submit("score", arguments, self._reward.timeout)
+        futures = reward.pool.submit("score", arguments, reward.timeout)
         for call, future in zip(calls, futures, strict=True):
             call.follow(future)
-        return partial(self._wait, self._reward, samples, calls, began)
+        return partial(self._wait, reward, samples, calls, began)
 
-    def _check_running(self, reward: WorkerReward) -> None:
+    def _check_running(self) -> None:
         """Raise the error of a call that has failed, rather than generate the rest of the step."""
         running: list[tuple[Sample, _Call]] = []
         for sample, call in self._running:
@@ -305,8 +309,8 @@ class Scorer:
                 running.append((sample, call))
                 continue
             failure = call.done.exception()
-            if isinstance(failure, CallFailed) and not reward.drops:
-                raise _failed(reward, sample, call.text, failure) from failure
+            if isinstance(failure, CallFailed) and not call.reward.drops:
+                raise _failed(call.reward, sample, call.text, failure) from failure
         self._running = running
 
     def _score_here(

@@ -1,4 +1,4 @@
-"""Epochs: the order in which a run goes through its records, a function of the step's number."""
+"""Epochs: the order in which a run goes through its records, a function of the place alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 class Epochs:
     """An endless stream of the numbers 0 to ``size - 1``, each once an epoch.
 
-    Epoch e is shuffled by (seed, e), and the place of a step in the stream follows from its number:
-    a resumed run needs no cursor.
+    Epoch e is shuffled by (seed, e), and a number follows from its place in the stream: a resumed
+    run needs no cursor.
 
     Args:
         size: at least 1
@@ -25,9 +25,9 @@ class Epochs:
         # the order of an epoch serves all its steps; refills are in epochs far ahead
         self._order = lru_cache(4)(self._order_of)
 
-    def take(self, step: int, n: int) -> list[int]:
-        """The n numbers of a step, at places step * n to (step + 1) * n - 1 of the stream."""
-        places = [divmod(place, self.size) for place in range(step * n, (step + 1) * n)]
+    def take(self, first: int, n: int) -> list[int]:
+        """The n numbers at places first to first + n - 1 of the stream."""
+        places = [divmod(place, self.size) for place in range(first, first + n)]
         return [self._order(epoch)[offset] for epoch, offset in places]
 
     def _order_of(self, epoch: int) -> list[int]:

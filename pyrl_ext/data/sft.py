@@ -234,7 +234,7 @@ class SftSource:
 
         ``prompt_id`` is the place in the stream of all steps, step * n + i.
         """
-        taken = list(enumerate(self._epochs.take(step, n), start=step * n))
+        taken = list(enumerate(self._epochs.take(step * n, n), start=step * n))
         rising = sorted(taken[rank::ranks], key=lambda each: each[1])  # as `ParquetRows` asks
         samples = [self._sample(number, place) for place, number in rising]
         return sorted(samples, key=lambda sample: sample.prompt_id)

@@ -41,8 +41,9 @@ class Task:
         name: one of `TASKS`
         encode: text -> token ids
         eos_id: token that ends a response; a right answer ends with it
-        seed: of the stream
+        seed: of the stream, and of what is held out
         options: as `data.task_options`, see `plan.task_options.TaskOptions`
+        stream: name of the stream; others of the same seed have other prompts
 
     Raises:
         ValueError: unknown task or option, or a value of a wrong type or outside its range
@@ -55,8 +56,10 @@ class Task:
         eos_id: int,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        stream: str = "train",
     ):
         self.name = name
+        self.stream = stream
         self.seed = seed
         read = read_options(name, options or {})
         assert isinstance(read, TaskOptions)  # `Pictures` has the others
@@ -66,10 +69,11 @@ class Task:
         self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
         self.eos_id = eos_id
 
-    def take(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a training step; the same for the same (seed, step, n)."""
-        draw = random.Random(f"{self.seed}/train/{step}")
-        return [self._prompt(step * n + i, self._text(draw, held_out=False)) for i in range(n)]
+    def take(self, step: int, n: int, first: int | None = None) -> list[Prompt]:
+        """See `Prompts.take`."""
+        draw = random.Random(f"{self.seed}/{self.stream}/{step}")
+        start = step * n if first is None else first
+        return [self._prompt(start + i, self._text(draw, held_out=False)) for i in range(n)]
 
     def held_out(self, n: int) -> list[Prompt]:
         """The first n of the distinct prompts (ids -1, -2, ...) that `take` never returns.

@@ -5,7 +5,8 @@
 Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
 policy before the update. Means run over the tokens under the loss mask: for ``mismatch/`` those of
 the whole rollout batch, for ``policy/`` and ``loss`` those of each minibatch, averaged over the
-updates of the step. ``<id>`` in a name stands for a number, ``<name>`` for that of a component.
+updates of the step. ``<id>`` in a name stands for a number, ``<name>`` for that of a component, a
+set or a source.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pyrl_ext.metrics.rollout_metrics import (
     AGE_METRICS,
     SCORING_METRICS,
     SERVER_METRICS,
+    SOURCE_METRICS,
     TURN_METRICS,
 )
 
@@ -44,7 +46,7 @@ _METRICS = (
     Metric(
         "reward/<name>",
         "reward",
-        "Mean over trajectories of a component that the reward function names.",
+        "Mean of a component that the reward function names, over trajectories that have it.",
     ),
     Metric("reward/kl", "nat", "Mean over trajectories of the KL subtracted from the reward."),
     Metric(
@@ -53,7 +55,8 @@ _METRICS = (
     Metric(
         "eval/<name>/reward",
         "reward",
-        "Mean reward on a set of evaluate.sets: over prompts, of the mean over their responses.",
+        "Mean reward on a set of evaluate.sets, or on the held-out prompts of a source of "
+        "data.sources: over prompts, of the mean over their responses.",
     ),
     Metric("eval/<name>/reward_error", "reward", "Standard error of that mean, over prompts."),
     Metric(
@@ -260,6 +263,7 @@ _METRICS = (
         "Rows whose routes differ in a later turn of the trajectory; turns.routes selects which "
         "are trained.",
     ),
+    *SOURCE_METRICS,
     *SCORING_METRICS,
     *TURN_METRICS,
     # the rollout
@@ -343,12 +347,14 @@ RENAMED = {  # names in the metrics.jsonl of earlier versions
 def lookup(name: str) -> Metric | None:
     """The metric called ``name``, today or in an earlier version; None if there is none.
 
-    Numbers in the name match ``<id>``, names of reward components ``<name>``.
+    Numbers in the name match ``<id>``; names of reward components, sets and sources ``<name>``.
     """
     name = RENAMED.get(name, name)
     general = re.sub(r"^reward/.*", "reward/<name>", re.sub(r"_\d+$", "_<id>", name))
     if match := re.fullmatch(r"eval/[^/]+/(.*)", name):
         general = "eval/<name>/" + re.sub(r"@\d+", "@<id>", match[1])
+    if match := re.fullmatch(r"source/[^/]+/(.*)", name):
+        general = f"source/<name>/{match[1]}"
     return GLOSSARY.get(name) or GLOSSARY.get(general)
 
 
@@ -389,7 +395,7 @@ _HEAD = (
     "",
     "What a run logs to `metrics.jsonl`: the unit, the formula, and the levels at which a value is",
     "worth a look (warn) or wrong (alarm). Written by `python -m pyrl_ext.metrics.glossary`.",
-    "`<id>` stands for a number, `<name>` for the name of a component.",
+    "`<id>` stands for a number, `<name>` for the name of a component, a set or a source.",
     "",
     "In the formulas d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the",
     "trainer's policy before the update. Means run over the tokens under the loss mask: of the",

@@ -48,6 +48,23 @@ AGE_METRICS = (
     ),
 )
 
+# of each source of prompts
+SOURCE_METRICS = (
+    Metric(
+        "source/<name>/reward",
+        "reward",
+        "Mean reward of the samples of a source of data.sources, with those that "
+        "objective.dynamic_sampling drops.",
+    ),
+    Metric(
+        "source/<name>/solved",
+        "1",
+        "Fraction of these samples with a reward of at least evaluate.pass_reward.",
+    ),
+    Metric("source/<name>/response_len", "tokens", "Mean tokens of their responses."),
+    Metric("source/<name>/groups", "groups", "Number of their groups."),
+)
+
 # of a reward function in worker processes
 SCORING_METRICS = (
     Metric(

@@ -46,7 +46,7 @@ class BatchIndex:
             tokens further on, as the MTP layer at depth d predicts it.
         layer_ids:   [L] 0-based global ids of the layers that have routes; empty without routes.
         topk:        experts of a route, K; 0 without routes.
-        components:  by name, [S] float64, of the rewards.
+        components:  by name, [S] float64, of the rewards; NaN in groups without the component.
         images:      of all samples, sample by sample.
     """
 
@@ -75,10 +75,14 @@ class BatchIndex:
         Args:
             depths: MTP layers whose loss tokens are counted, D.
 
-        Raises: ValueError when the rewards of samples have components of other names.
+        Raises: ValueError when rewards in a group have components of other names.
         """
         routed = next((s for s in samples if s.routes is not None), None)
-        names = _component_names([(s.components, s.prompt_id, s.index) for s in samples])
+        _check_components(samples)
+        components = dict[str, np.ndarray]()
+        for name in _names(s.components for s in samples):
+            values = [s.components.get(name, np.nan) for s in samples]
+            components[name] = np.asarray(values, float)
         images = [(i, x.row, x.rows, *x.grid) for i, s in enumerate(samples) for x in s.images]
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
         columns = {
@@ -100,7 +104,7 @@ class BatchIndex:
             **{name: np.asarray(column, np.int32) for name, column in columns.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
-            components={n: np.asarray([s.components[n] for s in samples], float) for n in names},
+            components=components,
             images=Images.of(np.asarray(images)),
         )
 
@@ -108,8 +112,7 @@ class BatchIndex:
     def joined(cls, parts: Sequence[BatchIndex], groups: Sequence[int]) -> BatchIndex:
         """The samples of ``groups`` out of all parts, in their order, by places and turns.
 
-        Raises: ValueError when the parts have routes of different layers, or rewards of different
-            components.
+        Raises: ValueError when the parts have routes of different layers.
         """
         filled = [p for p in parts if len(p)]
         shapes = {(p.layer_ids, p.topk) for p in filled}
@@ -124,8 +127,10 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        names = _component_names([(p.components, p.groups[0], p.places[0]) for p in filled])
-        components = {n: np.concatenate([p.components[n] for p in filled])[order] for n in names}
+        components = dict[str, np.ndarray]()
+        for name in _names(p.components for p in filled):
+            columns_of = [p.components.get(name, np.full(len(p), np.nan)) for p in filled]
+            components[name] = np.concatenate(columns_of)[order]
         return cls(**columns, layer_ids=layer_ids, topk=topk, components=components, images=images)
 
     def __len__(self) -> int:
@@ -247,7 +252,9 @@ class BatchIndex:
         if self.kept.any():
             stats["rollout/kept_tokens"] = float(self.kept.sum() / self.sampled.sum())
         for name, values in self.components.items():
-            stats[f"reward/{name}"] = float(values[self.firsts].mean())
+            own = values[self.firsts]
+            if len(own := own[~np.isnan(own)]):
+                stats[f"reward/{name}"] = float(own.mean())
         if self.layer_ids:
             without = int(self.unrouted.sum())
             masked = int(self.masked.sum())
@@ -264,11 +271,13 @@ def sampled_tokens(sample: Sample) -> int:
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
     """The images of parts with so many samples, of those in ``order``, which is theirs then."""
-    tables = [images.table for images in parts]
+    tables: list[np.ndarray] = []
     before = 0
-    for table, size in zip(tables, sizes, strict=True):
+    for images, size in zip(parts, sizes, strict=True):
+        table = images.table.copy()
         table[:, 0] += before
         before += size
+        tables.append(table)
     table = np.concatenate(tables)
     places = np.full(before, -1)
     places[order] = np.arange(len(order))
@@ -277,21 +286,24 @@ def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) ->
     return Images.of(table[np.argsort(table[:, 0], kind="stable")])
 
 
-def _component_names(parts: Sequence[tuple[Iterable[str], int, int]]) -> Iterable[str]:
-    """The components of rewards, which are the same in all parts.
+def _names(components: Iterable[Iterable[str]]) -> list[str]:
+    """The names of all components, sorted."""
+    return sorted({name for each in components for name in each})
 
-    Args:
-        parts: their components, and the prompt and the place of a sample that has them.
-    """
-    first = parts[0][0] if parts else ()
-    for found, prompt, place in parts:
-        if set(found) != set(first):
+
+def _check_components(samples: Sequence[Sample]) -> None:
+    """Check that rewards in a group have the same components; other groups may have others, since
+    another function scored them."""
+    expected = dict[int, list[str]]()
+    for sample in samples:
+        found = sorted(sample.components)
+        first = expected.setdefault(sample.prompt_id, found)
+        if found != first:
             raise ValueError(
-                f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
-                f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; "
+                f"BatchIndex: Sample(prompt {sample.prompt_id}, sample {sample.index}): reward "
+                f"with components {found}, expected {first} as in other samples of its group; "
                 "return 0.0 for one that does not apply"
             )
-    return first
 
 
 _COLUMNS = [field.name for field in fields(BatchIndex) if field.type == "np.ndarray"]

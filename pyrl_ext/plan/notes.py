@@ -74,8 +74,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
         )
     found += _adapters(plan)
     found += _images(plan)
-    if plan.data.prompts and plan.data.eval_prompts is None:
-        found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
+    for name, keys in plan.prompt_keys.items():
+        if keys.prompts and keys.eval_prompts is None:
+            found.append(
+                f"data.{name}eval_prompts is null: every eighth of data.{name}prompts is held out "
+                "instead"
+            )
     if (tight := seems_to_fit(plan)) is not None:
         found.append(f"hardware.gpu: {tight}")
     return tuple(found)

@@ -27,7 +27,7 @@ from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.resume import Difference, is_allowed, refusal
-from pyrl_ext.plan.schema import Config, Parallel
+from pyrl_ext.plan.schema import Config, Parallel, PromptKeys
 from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 from pyrl_ext.schedule.learning_rate import LearningRate
@@ -187,6 +187,14 @@ class Plan(Config):
     def prompts_asked(self) -> int:
         """Prompts that a rollout step asks the engines for; it trains on batching.prompts."""
         return math.ceil(round(self.batching.prompts * self.rollout.oversample, 6))
+
+    @property
+    def prompt_keys(self) -> Mapping[str, PromptKeys]:
+        """Beginning of keys below data -> those that describe prompts: "sources.<name>." for each
+        source, or "" for data itself."""
+        if not self.data.sources:
+            return {"": self.data}
+        return {f"sources.{name}.": source for name, source in self.data.sources.items()}
 
     @property
     def samples_per_minibatch(self) -> int:

@@ -64,13 +64,15 @@ class RolloutSamples:
         samples: that this rank owns, in the order of the index
         counts: numbers over all ranks; ``discarded`` are the response tokens of groups that did
             not complete in time
-        dropped: samples of this rank that are in no index, to be recorded; see `dynamic.fill`
+        dropped: samples of this rank that are not in `index`, to be recorded; see `dynamic.fill`
+        generated: of all samples, with those that dynamic sampling dropped; None: `index`
     """
 
     index: BatchIndex
     samples: list[Sample]
     counts: Counts = field(default_factory=Counts)
     dropped: list[Sample] = field(default_factory=list[Sample])
+    generated: BatchIndex | None = None
 
 
 def generate_on_ranks(

@@ -128,6 +128,7 @@ def _joined(
     indices = [each.index for each in drawn]
     samples = [s for each in drawn for s in each.samples]
     index = BatchIndex.joined(indices, [group for group in order if group in kept])
+    generated = BatchIndex.joined(indices, order)
     rewards = np.concatenate([each.rewards[each.firsts] for each in indices])
     whole = sum(int(each.sampled.sum()) for each in indices)
     metrics = {
@@ -140,4 +141,4 @@ def _joined(
     }
     mine = [s for s in samples if s.prompt_id in kept]
     dropped = [s for s in samples if s.prompt_id not in kept]
-    return RolloutSamples(index, mine, counts, dropped), metrics
+    return RolloutSamples(index, mine, counts, dropped, generated), metrics

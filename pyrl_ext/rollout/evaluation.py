@@ -143,6 +143,15 @@ def eval_sets(plan: Plan, source: PromptDataset) -> dict[str, Sequence[Prompt]]:
     return sets | {name: each.prompts for name, each in source.sets.items()}
 
 
+def by_source(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Name of each source -> ids of its prompts; empty if there is only one source."""
+    ids: dict[str, list[int]] = {}
+    for prompt in prompts:
+        if prompt.source:
+            ids.setdefault(prompt.source, []).append(prompt.id)
+    return ids
+
+
 def eval_sampling(plan: Plan, source: PromptDataset, name: str) -> Sampling:
     """How responses to the prompts of a set are drawn; the same at every step, so that two
     evaluations differ by the weights alone."""

@@ -8,7 +8,9 @@ from functools import partial
 
 import torch.distributed as dist
 
+from pyrl_ext.data.mixed_prompts import MixedPrompts
 from pyrl_ext.data.prompt_dataset import AnyReward, PromptDataset
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -18,8 +20,9 @@ from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
 from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.evaluation import Evaluation, eval_sampling, eval_sets
+from pyrl_ext.rollout.evaluation import Evaluation, by_source, eval_sampling, eval_sets
 from pyrl_ext.rollout.prompt_groups import Score, as_they_are, without_overlong
+from pyrl_ext.rollout.source_metrics import source_metrics
 from pyrl_ext.rollout.turns.turn_stats import Environments, dropped_metrics, recorded
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -31,7 +34,7 @@ class Rollouts:
         show: takes a line of text as samples come.
 
     Attributes:
-        dropped: metrics of the last `train`, about groups that are not trained on.
+        dropped: metrics of the last `train`, about groups that are not trained on, and by source.
 
     Raises: ValueError when the plan replays routes and the engine returns none.
     """
@@ -107,6 +110,13 @@ class Rollouts:
         The prompts of a step are a function of its number. An aborted prompt is not retried; it is
         seen again in the next epoch.
         """
+        rollout = self._samples_of(step)
+        if isinstance(prompts := self.source.prompts, MixedPrompts):
+            index = rollout.generated or rollout.index
+            self.dropped |= source_metrics(index, prompts.source_of, self.plan.evaluate.pass_reward)
+        return rollout
+
+    def _samples_of(self, step: int) -> RolloutSamples:
         plan = self.plan
         keep = self.plan.batching.prompts
         if self.ahead is not None:
@@ -167,6 +177,9 @@ class Rollouts:
             asked = len(prompts)
             results[name] = Evaluation.of(rollout.index, asked, sampling, ks, chosen.pass_reward)
             samples[name] = rollout.samples
+            for source, ids in by_source(prompts).items():
+                own = BatchIndex.joined([rollout.index], ids)
+                results[source] = Evaluation.of(own, len(ids), sampling, ks, chosen.pass_reward)
         return results, samples
 
     def _generate(

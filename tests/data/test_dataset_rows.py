@@ -77,7 +77,8 @@ def test_sets_that_name_the_same_reward_share_its_workers(folder: Path):
 
 def test_columns_of_a_file_have_other_names(tmp_path: Path):
     file = write_lines(tmp_path / "a.jsonl", *ROWS)
-    records = open_data(tiny_plan(*overrides(file, COLUMNS)), str(file), "train")
+    plan = tiny_plan(*overrides(file, COLUMNS))
+    records = open_data(plan, str(file), "train", None, plan.data.columns)
     assert records.read(3) == {"prompt": "3+1=", "answer": 4, "solution": ROWS[3]["solution"]}
     assert records.where(3) == f"{file}:4"
 

@@ -9,7 +9,7 @@ import pytest
 
 from pyrl_ext.metrics import report
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
-from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS
+from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS, SOURCE_METRICS
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     *(metric.name for metric in SERVER_METRICS),
     *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_async_rollouts.py
+    *(metric.name for metric in SOURCE_METRICS),  # tests/train/test_sources.py
     "memory/engine_slept",
     "reward/kl",
     "reward/<name>",

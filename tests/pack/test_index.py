@@ -219,18 +219,31 @@ def test_components_stay_with_their_samples_over_bytes_and_joins():
     assert len(images.samples) == 0
 
 
-def test_components_of_other_names_are_refused_by_their_sample():
+def test_components_of_other_names_in_a_group_are_refused_by_their_sample():
     samples = with_components(make_samples(groups=4, size=3))
     odd = [*samples[:5], replace(samples[5], components={"right": 1.0}), *samples[6:]]
     message = (
         r"Sample\(prompt 11, sample 2\): reward with components \['right'\], "
-        r"expected \['format', 'right'\]"
+        r"expected \['format', 'right'\] as in other samples of its group"
     )
     with pytest.raises(ValueError, match=message):
         BatchIndex.of(odd)
-    parts = [BatchIndex.of(samples[:5]), BatchIndex.of(odd[5:6]), BatchIndex.of(samples[6:])]
-    with pytest.raises(ValueError, match=message):
-        BatchIndex.joined(parts, [10, 11, 12, 13])
+
+
+def test_a_component_is_averaged_over_the_groups_that_have_it():
+    samples = with_components(make_samples(groups=4, size=3))
+    others = [replace(s, components={"polite": 1.0 * s.index}) for s in samples[6:9]]
+    whole = BatchIndex.of([*samples[:6], *others, *samples[9:]])
+    parts = [BatchIndex.of(samples[:6]), BatchIndex.of(others), BatchIndex.of(samples[9:])]
+    joined = BatchIndex.joined(parts, [10, 11, 12, 13])
+    assert [*joined.components] == ["format", "polite", "right"]
+    assert joined.digest == whole.digest
+    stats = joined.stats()
+    assert stats["reward/polite"] == 1.0
+    assert stats["reward/right"] == pytest.approx((10 + 11 + 13) / 3 + 0.25)
+    alone = BatchIndex.joined([joined], [12]).stats()
+    assert alone["reward/polite"] == 1.0
+    assert "reward/right" not in alone
 
 
 def test_advantages_gets_rewards_and_groups_of_all_samples():

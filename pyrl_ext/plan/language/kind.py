@@ -23,8 +23,8 @@ WITH_ROLLOUTS = _keys(
     "rollout turns replay evaluate.prompts evaluate.samples evaluate.temperature evaluate.top_p "
     "evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward evaluate.sets "
     "batching.epochs batching.prompts batching.samples_per_prompt "
-    "data.task data.task_options data.prompts data.subset data.split data.eval_split data.columns "
-    "data.chat data.system_prompt data.reward data.reward_timeout data.reward_workers "
+    "data.sources data.task data.task_options data.prompts data.subset data.split data.eval_split "
+    "data.columns data.chat data.system_prompt data.reward data.reward_timeout data.reward_workers "
     "data.reward_concurrency data.reward_retries data.reward_min_share data.eval_prompts "
     "data.max_prompt_tokens lora.publish"
 ) + tuple(("objective", name) for name in PARTS)
@@ -56,7 +56,7 @@ def required_keys(tree: dict[str, Any], section: Key) -> list[str]:
     if section == ("rollout",) and tree.get("device") == "cpu":
         keys.remove("engine")  # it is filled in
     if section == ("data",) and rollouts:
-        keys.append("task, or prompts and reward")
+        keys.append("task, prompts and reward, or sources")
     return keys
 
 

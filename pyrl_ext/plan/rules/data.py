@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,96 +22,186 @@ from pyrl_ext.plan.records import (
     has_chat_template,
     rename,
 )
-from pyrl_ext.plan.rules._rule import Found, data_file_problem, in_config, relative, rule
+from pyrl_ext.plan.rules._rule import (
+    Found,
+    changed,
+    data_file_problem,
+    in_config,
+    relative,
+    rule,
+)
+from pyrl_ext.plan.schema import PromptKeys
+from pyrl_ext.plan.schema.evaluate import HELD_OUT
 from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
+from pyrl_ext.schedule.shares import Shares
 
+_SOURCE = re.compile(r"[A-Za-z0-9][\w-]*")
+_OF_SETS = ("columns", "chat", "system_prompt")  # keys of data that evaluate.sets read
 # Built-in rewards that compare a response with the answer of its record.
 _COMPARE = NAMED_REWARDS.values()
 
 
 @rule("data")
 def one_source_of_prompts(plan: Plan) -> Found:
-    if plan.has_rollouts and (plan.data.task is None) == (plan.data.prompts is None):
-        rule = "expected exactly one of data.task and data.prompts"
-        if not plan.data.task:
-            return f"neither task nor prompts, {rule}"
-        return f"both task and prompts, {rule}. For prompts set task: null, task_options: {{}}"
+    if not plan.has_rollouts:
+        return
+    for name, keys in plan.prompt_keys.items():
+        if (keys.task is None) != (keys.prompts is None):
+            continue
+        rule = "expected exactly one of data.task, data.prompts and data.sources"
+        if name:
+            rule = f"expected exactly one of data.{name}task and data.{name}prompts"
+        problem = f"both task and prompts, {rule}. For prompts set task: null, task_options: {{}}"
+        if keys.task is None:
+            problem = f"neither task nor prompts, {rule}"
+        yield (name.removesuffix("."), problem) if name else problem
 
 
-@rule("data.reward")
+@rule("data")
+def sources_stand_alone(plan: Plan) -> Found:
+    data = plan.data
+    for name in PromptKeys.model_fields if data.sources else ():
+        if not changed(data, name) or (name in _OF_SETS and plan.evaluate.sets):
+            continue
+        also = "; only evaluate.sets would read it" if name in _OF_SETS else ""
+        value = show(getattr(data, name))
+        yield name, f"{value} with data.sources, expected it in each source{also}"
+
+
+@rule("data.sources")
+def sources_have_names(plan: Plan) -> Found:
+    for name in plan.data.sources:
+        if not _SOURCE.fullmatch(name) or name == HELD_OUT or name in plan.evaluate.sets:
+            rule = f"expected letters, digits, _ and -, not {HELD_OUT}, and no set of evaluate.sets"
+            yield f"{name!r} as the name of a source, {rule}"
+
+
+@rule("data.sources")
+def each_source_is_evaluated(plan: Plan) -> Found:
+    asked = plan.evaluate.prompts
+    if not plan.data.sources or not plan.evaluate_every or not asked:
+        return
+    weights = {name: source.weight for name, source in plan.data.sources.items()}
+    for name, count in Shares(weights).before(asked).items():
+        if not count:
+            yield (
+                f"{name}.weight",
+                f"{weights[name]:g}, expected a share of at least one of evaluate.prompts {asked}. "
+                "Raise the weight or evaluate.prompts",
+            )
+
+
+@rule("data")
 def prompts_need_a_reward(plan: Plan) -> Found:
-    data = plan.data
-    given = data.reward is not None or plan.turns.environment is not None
-    if data.task is None and data.prompts is not None and not given:
-        return (
-            "null with data.prompts, expected module:function; only built-in tasks bring a reward"
-        )
+    for name, keys in plan.prompt_keys.items():
+        given = keys.reward is not None or plan.turns.environment is not None
+        if keys.task is None and keys.prompts is not None and not given:
+            yield (
+                f"{name}reward",
+                f"null with data.{name}prompts, expected module:function; only built-in tasks "
+                "bring a reward",
+            )
 
 
-@rule("data.task")
+@rule("data")
 def a_task_is_complete(plan: Plan) -> Found:
-    data = plan.data
-    extra = [name for name in ("reward", "eval_prompts") if getattr(data, name) is not None]
-    if data.task is not None and data.prompts is None and extra:
-        return f"{data.task} with data.{extra[0]}, expected null; the task brings its own"
-    if data.task is None and data.task_options:
-        return "null with data.task_options, expected a task; the options would not be read"
+    for name, keys in plan.prompt_keys.items():
+        where = f"data.{name}"
+        extra = [key for key in ("reward", "eval_prompts") if getattr(keys, key) is not None]
+        if keys.task is not None and keys.prompts is None and extra:
+            yield (
+                f"{name}task",
+                f"{keys.task} with {where}{extra[0]}, expected null; the task brings its own",
+            )
+        if keys.task is None and keys.task_options:
+            yield (
+                f"{name}task",
+                f"null with {where}task_options, expected a task; the options would not be read",
+            )
 
 
-@rule("data.task")
+@rule("data")
 def the_task_exists(plan: Plan) -> Found:
-    return task_problem(plan.data.task) if plan.data.task is not None else None
+    for name, keys in plan.prompt_keys.items():
+        if keys.task is not None and (problem := task_problem(keys.task)):
+            yield f"{name}task", problem
 
 
-@rule("data.task")
+@rule("data")
 def pictures_have_a_model_that_sees(plan: Plan) -> Found:
-    if plan.data.task == PICTURES and plan.sizes.vision is None:
-        return f"{PICTURES}, expected a model with a vision tower {in_config(plan)}"
+    for name, keys in plan.prompt_keys.items():
+        if keys.task == PICTURES and plan.sizes.vision is None:
+            problem = f"{PICTURES}, expected a model with a vision tower {in_config(plan)}"
+            yield f"{name}task", problem
 
 
-@rule("data.task_options")
+@rule("data")
 def the_task_takes_its_options(plan: Plan) -> Found:
-    task = plan.data.task
-    options = plan.data.task_options
+    for name, keys in plan.prompt_keys.items():
+        for problem in _option_problems(keys.task, keys.task_options):
+            if isinstance(problem, str):
+                yield f"{name}task_options", problem
+            else:
+                yield f"{name}task_options.{problem[0]}", problem[1]
+
+
+def _option_problems(
+    task: str | None, options: Mapping[str, Any]
+) -> Iterable[str | tuple[str, str]]:
+    """What is wrong with the options of a task: (option, message), or a message about them all."""
     if task in TASK_NAMES:
         return option_problems(task, options)
     if task is not None and is_gym_task(task) and gym_task_problem(task) is None:
         return gym_option_problems(task, options)
+    return ()
 
 
-@rule("data.columns")
+@rule("data")
 def columns_are_of_fields(plan: Plan) -> Found:
-    if plan.data.columns and plan.data.prompts is None:
-        return f"{show(plan.data.columns)} without data.prompts, expected none; nothing reads them"
+    for name, keys in plan.prompt_keys.items():
+        if keys.columns and keys.prompts is None:
+            shown = show(keys.columns)
+            rule = f"without data.{name}prompts, expected none; nothing reads them"
+            yield f"{name}columns", f"{shown} {rule}"
 
 
-@rule("data.eval_split")
+@rule("data")
 def a_split_is_of_a_dataset(plan: Plan) -> Found:
-    data = plan.data
-    if data.eval_split is None:
-        return None
-    key = "prompts" if data.eval_prompts is None else "eval_prompts"
-    name = getattr(data, key)
-    if name is None or not plan.is_dataset(name):
-        return f"{data.eval_split}, expected null; data.{key} names no folder or dataset"
+    for name, keys in plan.prompt_keys.items():
+        if keys.eval_split is None:
+            continue
+        key = "prompts" if keys.eval_prompts is None else "eval_prompts"
+        file = getattr(keys, key)
+        if file is None or not plan.is_dataset(file):
+            rule = f"expected null; data.{name}{key} names no folder or dataset"
+            yield f"{name}eval_split", f"{keys.eval_split}, {rule}"
 
 
-@rule("data.system_prompt")
+@rule("data")
 def a_system_prompt_is_of_a_chat(plan: Plan) -> Found:
-    if plan.data.system_prompt is not None and not plan.data.chat:
-        return "set without data.chat, expected data.chat: true; plain prompts have no messages"
+    for name, keys in plan.prompt_keys.items():
+        if keys.system_prompt is not None and not keys.chat:
+            chat = f"data.{name}chat"
+            yield (
+                f"{name}system_prompt",
+                f"set without {chat}, expected {chat}: true; plain prompts have no messages",
+            )
 
 
-@rule("data.chat")
+@rule("data")
 def built_in_tasks_are_no_chat(plan: Plan) -> Found:
-    if plan.data.chat and plan.data.task in TASK_NAMES:
-        return f"true with data.task {plan.data.task}, expected false; its prompts are symbols"
+    for name, keys in plan.prompt_keys.items():
+        if keys.chat and keys.task in TASK_NAMES:
+            what = f"true with data.{name}task {keys.task}"
+            yield f"{name}chat", f"{what}, expected false; its prompts are symbols"
 
 
 def _calls_a_worker(plan: Plan) -> bool:
     """True if responses are scored by a function that is not one of this package's tasks."""
-    task = plan.data.task
-    return plan.data.reward is not None or (task is not None and is_gym_task(task))
+    for keys in plan.prompt_keys.values():
+        if keys.reward is not None or (keys.task is not None and is_gym_task(keys.task)):
+            return True
+    return False
 
 
 @rule("data.reward_timeout")
@@ -133,21 +224,26 @@ def limits_of_calls_have_a_reward_function(plan: Plan) -> Found:
 
 @rule("data")
 def first_records_have_their_fields(plan: Plan) -> Found:
-    for key in ("prompts", "eval_prompts", "path"):
-        reward = None if key == "path" else plan.data.reward
-        for message in _mistakes(plan, getattr(plan.data, key), reward, key != "path"):
-            yield key, message
+    for message in _mistakes(plan, plan.data.path, None, plan.data.columns, False):
+        yield "path", message
+    for name, keys in plan.prompt_keys.items():
+        for key in ("prompts", "eval_prompts"):
+            file = getattr(keys, key)
+            for message in _mistakes(plan, file, keys.reward, keys.columns, True):
+                yield f"{name}{key}", message
 
 
 @rule("evaluate.sets")
 def first_records_of_sets_have_their_fields(plan: Plan) -> Found:
     for name, chosen in plan.evaluate.sets.items():
         reward = plan.data.reward if chosen.reward is None else chosen.reward
-        for message in _mistakes(plan, chosen.file, reward, True):
+        for message in _mistakes(plan, chosen.file, reward, plan.data.columns, True):
             yield f"{name}.file", message
 
 
-def _mistakes(plan: Plan, name: str | None, reward: str | None, rollouts: bool) -> list[str]:
+def _mistakes(
+    plan: Plan, name: str | None, reward: str | None, columns: Mapping[str, str], rollouts: bool
+) -> list[str]:
     """The mistakes in the first records of the file `name`."""
     file = _readable(plan, name)
     if file is None:
@@ -157,7 +253,7 @@ def _mistakes(plan: Plan, name: str | None, reward: str | None, rollouts: bool) 
     try:
         for number, where, record in first_records(file):
             looked_at += 1
-            if problem := _problem(record, plan.data.columns, reward, rollouts):
+            if problem := _problem(record, columns, reward, rollouts):
                 mistakes.add(number, where, problem)
     except Broken as broken:
         return [f"{relative(file)}: {broken}"]
@@ -190,12 +286,13 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
     if not (folder / "tokenizer.json").is_file() or has_chat_template(folder):
         return None
     why = None
-    for key in ("path", "eval_prompts", "prompts"):
-        file = _readable(plan, getattr(plan.data, key))
-        if file is not None and (where := _first_messages(file)):
+    for _, file in _data_files(plan):
+        path = _readable(plan, file)
+        if why is None and path is not None and (where := _first_messages(path)):
             why = f"{where} holds messages"
-    if plan.data.chat:
-        why = "data.chat is true"
+    for name, keys in plan.prompt_keys.items():
+        if keys.chat:
+            why = f"data.{name}chat is true"
     if plan.turns.environment in ("messages", "tools"):
         why = f"turns.environment {plan.turns.environment} writes messages"
     if why is None:
@@ -226,9 +323,16 @@ def _readable(plan: Plan, name: str | None) -> str | None:
     return path if os.path.isfile(path) and os.access(path, os.R_OK) else None
 
 
+def _data_files(plan: Plan) -> Iterator[tuple[str, str | None]]:
+    """(key below data, name) of each file of records."""
+    for name, keys in plan.prompt_keys.items():
+        yield f"{name}prompts", keys.prompts
+        yield f"{name}eval_prompts", keys.eval_prompts
+    yield "path", plan.data.path
+
+
 @rule("data")
 def files_exist(plan: Plan) -> Found:
-    for key in ("prompts", "eval_prompts", "path"):
-        name = getattr(plan.data, key)
+    for key, name in _data_files(plan):
         if name is not None and (message := data_file_problem(plan, name, key != "path")):
             yield key, message

@@ -62,6 +62,15 @@ def the_environment_gives_the_reward(plan: Plan) -> Found:
 
 
 @rule("turns.environment")
+def an_environment_has_one_source(plan: Plan) -> Found:
+    if plan.turns.environment is not None and plan.data.sources:
+        return (
+            f"{plan.turns.environment} with data.sources, expected data.prompts; the environment "
+            "would reward the prompts of all sources"
+        )
+
+
+@rule("turns.environment")
 def whole_groups_wait_for_their_environments(plan: Plan) -> Found:
     if plan.turns.environment is not None and plan.rollout.oversample > 1:
         return (

@@ -13,9 +13,11 @@ from pyrl_ext.plan.user_code import function_problem
 _REWARD_TAKES = ("prompt", "text", "tokens")
 
 
-@rule("data.reward")
+@rule("data")
 def the_reward_is_there(plan: Plan) -> Found:
-    return _reward_problem(plan, plan.data.reward)
+    for name, keys in plan.prompt_keys.items():
+        if message := _reward_problem(plan, keys.reward):
+            yield f"{name}reward", message
 
 
 @rule("evaluate.sets")

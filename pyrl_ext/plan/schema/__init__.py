@@ -241,8 +241,8 @@ REWARD_REASONS = {
 """Why a response has no reward, by the word that metrics use."""
 
 
-class Data(Section):
-    """Prompts and rewards: a built-in task, or a file and a function; or records of tokens."""
+class PromptKeys(Section):
+    """Keys that describe prompts and their reward."""
 
     task: Name | None = None
     """task that brings prompts and reward: a built-in one, or reasoning_gym:<name>"""
@@ -252,20 +252,37 @@ class Data(Section):
     """.jsonl, .parquet or a folder of data files, relative to this YAML file, or a dataset's id on
     the hub"""
     subset: Text | None = None
-    """configuration of a dataset that data.prompts names; null: its only one"""
+    """configuration of a dataset that prompts names; null: its only one"""
     split: Text = "train"
-    """split of a folder or dataset that data.prompts names"""
+    """split of a folder or dataset that prompts names"""
+    eval_prompts: Folder | None = None
+    """held-out prompts, a file, folder or dataset like prompts; null: every eighth of those"""
     eval_split: Text | None = None
-    """split of data.eval_prompts, or of data.prompts where that is null, that is held out"""
+    """split of eval_prompts, or of prompts where that is null, that is held out"""
     columns: dict[Text, Text] = Field({})
     """field -> its column in files and datasets, such as {prompt: question}; a.b is the entry b of
     the column a"""
     chat: bool = False
     """make each prompt a user's message, by the tokenizer's chat template"""
     system_prompt: Text | None = None
-    """system message before it, with data.chat; null: none"""
+    """system message before it, with chat; null: none"""
     reward: Reward | None = None
     """module:function that scores a response, or exact_match, number_match or math_verify"""
+
+
+class PromptSource(PromptKeys):
+    """One of several sources of prompts."""
+
+    weight: Rate = 1.0
+    """share of the prompts of a step, relative to the weights of the other sources"""
+
+
+class Data(PromptKeys):
+    """Prompts and rewards: a task, a file and a function, or several sources; or records."""
+
+    sources: dict[str, PromptSource] = Field({})
+    """sources of prompts by name, in place of task or prompts; each has its own keys from task to
+    reward, as above, and weight, its share of the prompts relative to other sources (default 1)"""
     reward_timeout: Rate | None = None
     """longest time that a call of the reward function may take [seconds]; null: no limit"""
     reward_workers: Positive = 1
@@ -277,8 +294,6 @@ class Data(Section):
     reward_min_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of a step's responses that must have a reward; others are dropped and counted; with
     fewer the step fails; 1: every failure ends the run"""
-    eval_prompts: Folder | None = None
-    """held-out prompts, a file, folder or dataset like data.prompts; null: every eighth of those"""
     max_prompt_tokens: Count = 0
     """longest prompt [tokens]"""
     path: File | None = None

@@ -82,8 +82,10 @@ class Folder:
                 f"engine {plan.rollout.engine}",
                 f"replay {'on' if plan.replay.enabled else 'off'}",
             ]
-        source = str(plan.data.task or plan.data.prompts or plan.data.path or "")
-        return " · ".join(filter(None, (*parts, step, Path(source).name)))
+        data = plan.data
+        source = Path(data.task or data.prompts or data.path or "").name
+        source = ", ".join(data.sources) or source
+        return " · ".join(filter(None, (*parts, step, source)))
 
     @property
     def seconds(self) -> float:
