@@ -19,6 +19,7 @@ from pyrl_ext.data.mixed_prompts import MixedPrompts, Prompts
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, Scorer, WorkerReward, load_reward
+from pyrl_ext.data.rising_task import RisingTask
 from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
@@ -70,6 +71,14 @@ class PromptDataset:
         """Scores samples of ``prompts``; ``reward``: None is the run's."""
         chosen = self.reward if reward is None else reward
         return Scorer(prompts, chosen, self.tokenizer.decode, self.stop_ids)
+
+    @property
+    def rising(self) -> dict[str, RisingTask]:
+        """Tasks that become harder, by source."""
+        if not isinstance(self.prompts, MixedPrompts):
+            return {}
+        sources = self.prompts.sources.items()
+        return {name: each for name, each in sources if isinstance(each, RisingTask)}
 
     def close(self) -> None:
         """Stop the worker processes of user code."""
@@ -184,15 +193,20 @@ class _Builder:
 
     def source(self, name: str | None) -> tuple[Prompts, AnyReward]:
         """The prompts and the reward of a source of data.sources; None: of data itself."""
-        keys = self.plan.data if name is None else self.plan.data.sources[name]
-        key = "data" if name is None else f"data.sources.{name}"
-        stream = "train" if name is None else f"{name}/train"
-        if keys.task is None:
-            return self._files(keys)
-        if is_gym_task(keys.task):
-            return self._gym_task(keys, keys.task, stream, key)
-        task = self._task(keys, keys.task, stream, key)
-        return task, task.reward
+        if name is None:
+            return self._stream(self.plan.data, "train", "data")
+        keys = self.plan.data.sources[name]
+        where = f"{name}/train", f"data.sources.{name}"
+        if not keys.levels:
+            return self._stream(keys, *where)
+        levels: list[Prompts] = []
+        reward: AnyReward = no_reward
+        for options in keys.levels:
+            level = keys.model_copy(update={"task_options": keys.task_options | options})
+            prompts, reward = self._stream(level, *where)
+            levels.append(prompts)
+        assert keys.rise_at is not None  # a rule says so
+        return RisingTask(levels, keys.rise_at, self.plan.rollout.ahead), reward
 
     def eval_sets(self, reward: AnyReward | Mapping[str, AnyReward]) -> dict[str, EvalPrompts]:
         """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
@@ -208,6 +222,14 @@ class _Builder:
             first = [replace(p, id=-1 - i) for i, p in enumerate(prompts[: chosen.prompts])]
             sets[name] = EvalPrompts(first, own)
         return sets
+
+    def _stream(self, keys: PromptKeys, stream: str, key: str) -> tuple[Prompts, AnyReward]:
+        if keys.task is None:
+            return self._files(keys)
+        if is_gym_task(keys.task):
+            return self._gym_task(keys, keys.task, stream, key)
+        task = self._task(keys, keys.task, stream, key)
+        return task, task.reward
 
     def _files(self, keys: PromptKeys) -> tuple[PromptSource, AnyReward]:
         assert keys.prompts is not None  # a rule says so

@@ -65,7 +65,7 @@ class SavedModule(NamedTuple):
 def save(
     folder: Path,
     parts: Sequence[SavedModule],
-    counters: Mapping[str, int],
+    counters: Mapping[str, Any],
     plan: Plan,
     topo: Topology,
     *also: Callable[[Path], None],

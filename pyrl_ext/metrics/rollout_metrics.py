@@ -63,6 +63,7 @@ SOURCE_METRICS = (
     ),
     Metric("source/<name>/response_len", "tokens", "Mean tokens of their responses."),
     Metric("source/<name>/groups", "groups", "Number of their groups."),
+    Metric("source/<name>/level", "1", "Level of difficulty of its task, the first one is 1."),
 )
 
 # of a reward function in worker processes

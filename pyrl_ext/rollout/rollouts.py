@@ -114,7 +114,22 @@ class Rollouts:
         if isinstance(prompts := self.source.prompts, MixedPrompts):
             index = rollout.generated or rollout.index
             self.dropped |= source_metrics(index, prompts.source_of, self.plan.evaluate.pass_reward)
+            self._note_rewards(step)
         return rollout
+
+    def _note_rewards(self, step: int) -> None:
+        """Tell tasks that become harder the mean rewards of a step."""
+        for name, task in self.source.rising.items():
+            self.dropped[f"source/{name}/level"] = level = task.level(step) + 1
+            reward = self.dropped.get(f"source/{name}/reward")  # a step may lack the source
+            if reward is None or not task.note(step, reward):
+                continue
+            if self.group is None or self.group.rank() == 0:
+                print(
+                    f"step {step}: source {name} has a mean reward of {reward:.3f}; its level "
+                    f"{level + 1} of {len(task.levels)} begins at step {task.starts[-1]}",
+                    flush=True,
+                )
 
     def _samples_of(self, step: int) -> RolloutSamples:
         plan = self.plan

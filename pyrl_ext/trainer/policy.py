@@ -72,6 +72,7 @@ class Policy:
         updates: optimizer steps finished.
         reference: a frozen copy that steps refresh, so that `save` and `load` include it; None:
             there is none.
+        level_starts: source of prompts -> its `RisingTask.starts`, which checkpoints keep.
         stream: on which the modules were built, see `need_stream`.
     """
 
@@ -81,6 +82,7 @@ class Policy:
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
         self.reference: Policy | None = None
+        self.level_starts: dict[str, list[int]] = {}
         self._flat = False  # the gradient of the last update was exactly 0
         self.stream = stream_of(self.topo.device)
 
@@ -187,7 +189,9 @@ class Policy:
         self.need()
         plan = self.plan
         topo = self.topo
-        counters = {"step": self.step, "updates": self.updates}
+        known = self.step + plan.rollout.ahead  # what follows from rewards of finished steps
+        starts = {n: [s for s in each if s <= known] for n, each in self.level_starts.items()}
+        counters = {"step": self.step, "updates": self.updates, "level_starts": starts}
         also: list[Callable[[Path], None]] = []
         if plan.checkpoint.hf:
             also = [lambda at: hf_folder.write_hf(at / "hf", self.weights(), plan, topo)]
@@ -200,6 +204,9 @@ class Policy:
         counters = checkpoint.load(folder, self._saved(), self.plan, self.topo)
         self.step = counters["step"]
         self.updates = counters["updates"]
+        for name, starts in counters.get("level_starts", {}).items():
+            if name in self.level_starts:
+                self.level_starts[name][:] = starts
 
     def start_from(self, folder: Path, optimizer: bool) -> None:
         """Take the weights that another run saved to ``folder``, under this or another layout; with

@@ -257,6 +257,7 @@ class RolloutStep(Step):
         except BaseException:
             rollouts.close()
             raise
+        policy.level_starts = {name: task.starts for name, task in source.rising.items()}
         return cls(plan, topo, policy, reference, advantage, loss, rollouts)
 
     @property

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pyrl_ext.data.mixed_prompts import MixedPrompts
 from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.data.prompts import PromptSource
+from pyrl_ext.data.rising_task import RisingTask
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
@@ -127,6 +128,45 @@ def test_held_out_has_of_each_source_its_share():
     assert trained.isdisjoint(p.text for p in held_out)
     assert by_source(held_out)["second"] == [-7, -8, -9, -10, -11]
     assert by_source(lines("alone", 9).held_out(3)) == {}
+
+
+# levels -------------------------------------------------------------------------------------------
+
+
+def rising(ahead: int = 0) -> RisingTask:
+    def level(number: int) -> Task:
+        options = {"length": number}
+        return Task("copy", lambda text: list(text.encode()), 0, 3, options, "rising/train")
+
+    return RisingTask([level(5), level(7), level(9)], 0.5, ahead)
+
+
+def lengths(task: RisingTask, step: int) -> set[int]:
+    return {len(prompt.answer) for prompt in task.take(step, 4)}
+
+
+def test_the_next_level_begins_at_the_step_after_a_high_reward_and_the_last_one_stays():
+    task = rising()
+    seen: list[set[int]] = []
+    for step, reward in enumerate([0.1, 0.49, 0.5, 0.2, 0.9, 1.0, 0.0]):
+        seen.append(lengths(task, step))
+        assert seen[-1] == lengths(task, stream_step(step, 2, 3))  # refills are of the step's level
+        assert task.note(step, reward) == (step in (2, 4))
+    assert seen == [{5}, {5}, {5}, {7}, {7}, {9}, {9}]
+    assert [lengths(task, step) for step in range(7)] == seen
+    assert {len(prompt.answer) for prompt in task.held_out(3)} == {9}
+
+
+def test_steps_that_are_generated_ahead_keep_their_level():
+    """With two steps ahead, step 3 may have begun before the rewards of step 0 are known."""
+    task = rising(ahead=2)
+    begun = {step: task.level(step) for step in range(3)}
+    for step in range(8):
+        begun[step + 2] = task.level(step + 2)
+        assert task.level(step) == begun[step]
+        # rewards of the first level's last steps do not end the second one
+        assert task.note(step, 0.7) == (step in (0, 3))
+    assert [begun[step] for step in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 # the sources of a plan ----------------------------------------------------------------------------

@@ -25,7 +25,9 @@ def run(folder: Path, *overrides: str) -> int:
         "data.sources={down: {task: countdown, weight: 3, task_options: {length: 3, end: ''}}, "
         f"lines: {{prompts: {file}, reward: '{__name__}:judge', columns: {{answer: answer}}}}}}"
     )
-    common = ("data.task=null", "data.task_options={}", "evaluate.every=2", sources)
+    common = ["data.task=null", "data.task_options={}", "evaluate.every=2"]
+    if not any(each.startswith("data.sources=") for each in overrides):
+        common.append(sources)
     return train.main([str(CONFIG), f"run={folder}", *QUICK, *common, *overrides])
 
 
@@ -55,11 +57,31 @@ def test_a_resumed_run_of_two_sources_with_refills_has_the_numbers_of_a_whole_on
         assert row["eval_reward"] == pytest.approx(mean)
 
 
+def test_a_resumed_run_with_levels_has_the_numbers_of_a_whole_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """A bound of 0 is reached at every step."""
+    options = "levels: [{max_digits: 1}, {max_digits: 2}, {max_digits: 3}], rise_at: 0"
+    task = f"task: 'reasoning_gym:chain_sum', task_options: {{max_terms: 2}}, {options}"
+    sources = f"data.sources={{sums: {{{task}}}, down: {{task: countdown}}}}"
+    common = (sources, "data.max_prompt_tokens=96", "checkpoint.every=1")
+    assert run(tmp_path / "whole", "steps=4", *common) == 0
+    assert "its level 2 of 3 begins at step 1" in capfd.readouterr().out
+    assert run(tmp_path / "parts", "steps=1", *common) == 0
+    assert run(tmp_path / "parts", "steps=2", *common) == 0
+    capfd.readouterr()
+    assert run(tmp_path / "parts", "steps=4", *common) == 0
+    assert "begins at step" not in capfd.readouterr().out
+    rows = numbers(tmp_path / "whole")
+    assert rows == numbers(tmp_path / "parts")
+    assert [row["source/sums/level"] for row in rows if "reward" in row] == [1, 2, 3, 3]
+
+
 def test_a_run_logs_each_metric_of_its_sources(tmp_path: Path):
     assert run(tmp_path / "run", "steps=1") == 0
     row = read_rows(tmp_path / "run/metrics.jsonl")[0]
     for metric in SOURCE_METRICS:
-        for name in ("down", "lines"):
+        for name in ("down", "lines") if metric.name != "source/<name>/level" else ():
             assert metric.name.replace("<name>", name) in row
     assert row["reward/odd"] == row["source/lines/reward"]
     whole = 3 * row["source/down/reward"] + row["source/lines/reward"]

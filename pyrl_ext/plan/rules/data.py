@@ -156,6 +156,30 @@ def _option_problems(
     return ()
 
 
+@rule("data.sources")
+def levels_are_of_a_task(plan: Plan) -> Found:
+    for name, source in plan.data.sources.items():
+        count = len(source.levels)
+        if (count == 0) != (source.rise_at is None):
+            what = f"{show(source.rise_at)} with {count} levels"
+            yield f"{name}.rise_at", f"{what}, expected both levels and rise_at, or none of them"
+        elif count == 1:
+            rule = "expected at least two. For one, put its options into task_options"
+            yield f"{name}.levels", f"1 level, {rule}"
+        elif count and source.task is None:
+            where = f"data.sources.{name}.task"
+            yield f"{name}.levels", f"set without {where}, expected a task; a file has no options"
+
+
+@rule("data.sources")
+def the_task_takes_the_options_of_its_levels(plan: Plan) -> Found:
+    for name, source in plan.data.sources.items():
+        for number, level in enumerate(source.levels, start=1):
+            for problem in _option_problems(source.task, source.task_options | level):
+                text = problem if isinstance(problem, str) else f"{problem[0]}: {problem[1]}"
+                yield f"{name}.levels", f"level {number}: {text}"
+
+
 @rule("data")
 def columns_are_of_fields(plan: Plan) -> Found:
     for name, keys in plan.prompt_keys.items():

@@ -275,14 +275,20 @@ class PromptSource(PromptKeys):
 
     weight: Rate = 1.0
     """share of the prompts of a step, relative to the weights of the other sources"""
+    levels: list[dict[str, Any]] = Field([])
+    """options of the task by level of difficulty, the easiest first, each over task_options"""
+    rise_at: float | None = None
+    """mean reward of a step at which the next level begins, with levels"""
 
 
 class Data(PromptKeys):
     """Prompts and rewards: a task, a file and a function, or several sources; or records."""
 
     sources: dict[str, PromptSource] = Field({})
-    """sources of prompts by name, in place of task or prompts; each has its own keys from task to
-    reward, as above, and weight, its share of the prompts relative to other sources (default 1)"""
+    """sources of prompts by name, in place of task or prompts. Each has its own keys from task to
+    reward, as above; weight, its share of the prompts relative to other sources (default 1); for a
+    task levels, a list of options over task_options, the easiest first, and rise_at, the mean
+    reward of a step at which the next level begins"""
     reward_timeout: Rate | None = None
     """longest time that a call of the reward function may take [seconds]; null: no limit"""
     reward_workers: Positive = 1
