@@ -395,6 +395,7 @@ def test_README_shows_errors_as_the_plan_says_them(
 def test_docs_show_yaml_that_compiles(block: str, tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text(block.replace("extends: ", f"extends: {REPOSITORY}/configs/"))
+    (tmp_path / "data").symlink_to(REPOSITORY / "configs/data")
     assert compile_plan(path).run
 
 

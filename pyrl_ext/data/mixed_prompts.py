@@ -18,7 +18,8 @@ class Prompts(Protocol):
         """The n prompts of a training step; the same for the same (seed, step, n).
 
         Args:
-            first: place of the first one in the stream, which ids and files count; None: step * n
+            first: place of the first one in the stream, the id of which it is; None: step * n. A
+                task draws by step instead
         """
         ...
 

@@ -18,6 +18,7 @@ from pyrl_ext.data.rising_task import RisingTask
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.rollout.dynamic_sampling import stream_step
 from pyrl_ext.rollout.evaluation import by_source
 from pyrl_ext.rollout.source_metrics import source_metrics
@@ -219,6 +220,10 @@ def test_each_source_scores_its_own_prompts(tmp_path: Path):
     assert 0 < found["down"].reward < 1  # right, without a stop
     stats = BatchIndex.of([*found.values()]).stats()
     assert stats["reward/mine"] == 10.0
+
+
+def test_a_plan_shows_the_shares_of_its_sources(tmp_path: Path):
+    assert ("prompts", "25% mine, 50% named, 25% down") in facts(plan_of(tmp_path))
 
 
 def test_an_error_of_a_reward_names_the_function_of_the_source(tmp_path: Path):

@@ -95,6 +95,16 @@ def test_curves_are_grouped_and_families_share_a_chart(tmp_path: Path):
     assert reward[1]["steps"] == [0, 10]
 
 
+def test_sources_of_prompts_share_a_chart():
+    steps = np.arange(3)
+    names = ("source/sums/reward", "source/words/reward", "source/sums/level")
+    found = charts([{name: (steps, steps * 0.1) for name in names}])
+    assert grouped([*found]) == {"source": ["source/<name>/reward", "source/<name>/level"]}
+    reward = found["source/<name>/reward"]
+    assert [curve["label"] for curve in reward["curves"]] == ["sums", "words"]
+    assert reward["family"] and reward["words"].startswith("Mean reward of the samples of a source")
+
+
 def test_curves_over_decades_have_a_logarithmic_axis_but_rewards_do_not(tmp_path: Path):
     folder = Folder(write_history(tmp_path, 8))
     for step, row in enumerate(folder.run.rows):

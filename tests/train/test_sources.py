@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyrl_ext import train
 from pyrl_ext.metrics.rollout_metrics import SOURCE_METRICS
@@ -75,6 +78,35 @@ def test_a_resumed_run_with_levels_has_the_numbers_of_a_whole_one(
     rows = numbers(tmp_path / "whole")
     assert rows == numbers(tmp_path / "parts")
     assert [row["source/sums/level"] for row in rows if "reward" in row] == [1, 2, 3, 3]
+
+
+def centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Fails in the second step of a process that has `FAILS` set."""
+    CALLS.append(len(CALLS))
+    if os.environ.get(FAILS) and len(CALLS) == 2:
+        raise ValueError("as it was told")
+    return rewards - rewards.mean()
+
+
+CALLS: list[int] = []
+FAILS = "PYRL_TEST_FAILS"
+
+
+def test_a_step_that_fails_after_its_rewards_leaves_no_level_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    levels = "levels: [{length: 3}, {length: 4}, {length: 5}], rise_at: 0"
+    sources = f"data.sources={{copied: {{task: copy, {levels}}}, down: {{task: countdown}}}}"
+    common = (sources, f"objective.advantage={__name__}:centered", "steps=3")
+    assert run(tmp_path / "whole", *common) == 0
+    CALLS.clear()
+    monkeypatch.setenv(FAILS, "1")
+    assert run(tmp_path / "failed", *common) == 1
+    saved = json.loads((tmp_path / "failed/checkpoints/step-1/counters.json").read_text())
+    assert saved["level_starts"] == {"copied": [1]}
+    monkeypatch.delenv(FAILS)
+    assert run(tmp_path / "failed", *common) == 0
+    assert numbers(tmp_path / "failed") == numbers(tmp_path / "whole")
 
 
 def test_a_run_logs_each_metric_of_its_sources(tmp_path: Path):

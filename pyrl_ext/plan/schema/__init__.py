@@ -270,7 +270,7 @@ class PromptKeys(Section):
     """module:function that scores a response, or exact_match, number_match or math_verify"""
 
 
-class PromptSource(PromptKeys):
+class SourceKeys(PromptKeys):
     """One of several sources of prompts."""
 
     weight: Rate = 1.0
@@ -284,7 +284,7 @@ class PromptSource(PromptKeys):
 class Data(PromptKeys):
     """Prompts and rewards: a task, a file and a function, or several sources; or records."""
 
-    sources: dict[str, PromptSource] = Field({})
+    sources: dict[str, SourceKeys] = Field({})
     """sources of prompts by name, in place of task or prompts. Each has its own keys from task to
     reward, as above; weight, its share of the prompts relative to other sources (default 1); for a
     task levels, a list of options over task_options, the easiest first, and rise_at, the mean

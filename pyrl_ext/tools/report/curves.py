@@ -30,20 +30,28 @@ SHOWN_FIRST = (
 
 
 def charts(runs: Sequence[Columns]) -> dict[str, Chart]:
-    """One chart for each metric. Metrics that differ in the number at the end share one, and
-    held-out metrics are in the chart of the metric in training."""
+    """One chart for each metric. Metrics that differ in the number at the end or in the source of
+    prompts share one, and held-out metrics are in the chart of the metric in training."""
     found: dict[str, Chart] = {}
     for run, metrics in enumerate(runs):
         for name, (steps, values) in metrics.items():
             held = name in ("eval_reward", "eval_loss")
-            family = re.sub(r"_\d+$", "_<id>", name.removeprefix("eval_") if held else name)
+            family, label = _family(name.removeprefix("eval_") if held else name)
             chart = found.setdefault(family, _chart(family))
-            label = name.rpartition("_")[2] if chart["family"] else ""
             curve = {"run": run, "label": label, "held": held} | thinned(steps, values)
             chart["curves"].append(curve)
     for name, chart in found.items():
         chart["log"] = name != "reward" and _spans_decades(chart["curves"])
     return found
+
+
+def _family(name: str) -> tuple[str, str]:
+    """Name of the chart of a metric, and what distinguishes its curve from others there."""
+    if match := re.fullmatch(r"source/([^/]+)/(.+)", name):
+        return f"source/<name>/{match[2]}", match[1]
+    if match := re.fullmatch(r"(.*_)(\d+)", name):
+        return f"{match[1]}<id>", match[2]
+    return name, ""
 
 
 def grouped(names: Sequence[str]) -> dict[str, list[str]]:
@@ -100,7 +108,7 @@ def _chart(name: str) -> Chart:
     metric = described(name)
     return {
         "name": name,
-        "family": name.endswith("_<id>"),
+        "family": "<" in name,
         "unit": metric.unit.removeprefix("1"),
         "words": explained(name),
         "band": metric.band,
