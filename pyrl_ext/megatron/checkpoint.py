@@ -383,8 +383,13 @@ def _state(parts: Sequence[SavedModule]) -> dict[str, Any]:
         state["models"] |= (models := _models(part))
         if part.optimizer is not None:
             saved = sharded_state(part.optimizer, models)
-            whole = state.setdefault("optimizer", {"step": saved["step"], "params": {}})
+            whole = state.setdefault("optimizer", {"step": 0, "params": {}})
+            whole["step"] = max(whole["step"], saved["step"])
             whole["params"] |= {part.key(i): x for i, x in saved["params"].items()}
+    # the first rank writes the number of steps, which it lacks if all of its weights are frozen
+    steps = gather_objects(state.get("optimizer", {}).get("step", 0), parts[0].topo.world)
+    if "optimizer" in state:
+        state["optimizer"]["step"] = max(steps)
     return state
 
 

@@ -156,20 +156,6 @@ def _after_linear(
     return adapter.add_to(output[0], args[0], between), output[1]
 
 
-def start_gradients(model: nn.Module) -> None:
-    """Let gradients begin at the embedding's output, where ``model`` has an embedding.
-
-    With a frozen base nothing before the first adapter requires one. Recomputed layers would have
-    outputs without a gradient then, and lose those of their adapters.
-    """
-    if (embedding := getattr(model, "embedding", None)) is not None:
-        embedding.register_forward_hook(_with_gradient)
-
-
-def _with_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
 # factors among other parameters ------------------------------------------------------------------
 
 

@@ -59,7 +59,9 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
 
 def name_of(optimizer: Any) -> str:
     """The class that updates the weights, with the package it is from."""
-    kind = type(_parts(optimizer)[0].optimizer)
+    if not (parts := _parts(optimizer)):
+        return "none on this rank, whose weights are all frozen"
+    kind = type(parts[0].optimizer)
     return f"{kind.__module__.split('.')[0]}.{kind.__name__}"
 
 

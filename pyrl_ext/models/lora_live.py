@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyrl_ext.megatron.lora import LiveFactor, LoraAdapter, adapt, start_gradients
+from pyrl_ext.megatron.lora import LiveFactor, LoraAdapter, adapt
+from pyrl_ext.models.frozen import start_gradients
 from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
 from pyrl_ext.models.shards import shard_of
 from pyrl_ext.models.weight_table import by_expert, named_global, tensor_split

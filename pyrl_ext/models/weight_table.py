@@ -68,6 +68,18 @@ def named_parameters_global(
     return named
 
 
+def global_name(name: str, first_expert: int) -> str:
+    """The name in the weight table of a live tensor; of stacked experts that of the rank's first.
+
+    Args:
+        name: as `named_global` has it.
+        first_expert: global id of the rank's first expert.
+    """
+    if (experts := _STACKED.fullmatch(name)) is not None:
+        return f"{experts[1]}.local_experts.{first_expert}.{experts[2]}.weight"
+    return local_name(name, first_expert)
+
+
 def by_expert(stacked: Tensor) -> list[Tensor]:
     """The tensors [M, K] of a parameter [E, M, K], with their gradients unless offloaded."""
     parts = [part.requires_grad_(stacked.requires_grad) for part in stacked.detach()]

@@ -27,6 +27,10 @@ def notes(plan: Plan) -> tuple[str, ...]:
             "model.backend te has run on no GPU so far: its wiring is tested with torch formulas "
             "in place of its kernels" + (", and of its quantizers" if model.fp8 else "")
         )
+    if model.freeze:
+        found.append(
+            "model.freeze: estimated times, MFU and activations are as if all weights were trained"
+        )
     found += _placement(plan)
     if plan.init_from is not None:
         also = " and optimizer state" if plan.init_optimizer else ""

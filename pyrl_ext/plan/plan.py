@@ -21,6 +21,7 @@ from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
 from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.model.family import read_sizes
+from pyrl_ext.plan.model.freeze import frozen_rows
 from pyrl_ext.plan.model.latent_gather import Exchanged, exchanged_elements
 from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
@@ -141,6 +142,13 @@ class Plan(Config):
     def num_mtp_layers(self) -> int:
         """Multi-token-prediction layers that are trained."""
         return self.sizes.num_nextn_predict_layers if self.model.mtp else 0
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Megatron's names of the language model's tensors that `model.freeze` names."""
+        patterns = self.model.freeze
+        table = self.sizes.weights(self.num_mtp_layers) if patterns else []
+        return frozenset(row.megatron_name for row in frozen_rows(table, patterns))
 
     @cached_property
     def stages(self) -> tuple[tuple[ModelChunk, ...], ...]:
@@ -496,6 +504,7 @@ class PartialPlan(Plan):
         for key, value in values.items():
             vars(plan)[key[0]] = _replaced(getattr(plan, key[0]), key[1:], value)
         vars(plan).pop("stages", None)
+        vars(plan).pop("frozen", None)
         return plan
 
 

@@ -51,6 +51,7 @@ NEVER = {
     "lora.weights": _AT_START,
     "model.dtype": "the checkpoint holds weights of the old type",
     "model.family": "the checkpoint holds weights of the old family",
+    "model.freeze": "the checkpoint holds the optimizer state of the weights that were trained",
     "model.megatron": "its fields change what the saved weights compute",
     "model.mtp": "it adds or removes layers with their optimizer state",
     "model.tokenizer": "the tokens that the weights know would mean other text",

@@ -86,10 +86,18 @@ class RunFolder:
                     f"{source} is a checkpoint of this run, expected one of another run. Leave "
                     "init_from out to resume, or set run to another folder"
                 )
-            differences = self.plan.model_diff(Plan.read(source / checkpoint.PLAN))
+            saved = Plan.read(source / checkpoint.PLAN)
+            differences = self.plan.model_diff(saved)
             problems += [
                 f"{source} holds another model, expected the same; {each}" for each in differences
             ]
+            if not differences and (thawed := sorted(saved.frozen - self.plan.frozen)):
+                problems.append(
+                    f"{source} is of a run with model.freeze {saved.model.freeze}, expected it to "
+                    f"have trained all that this run trains; it has no optimizer state of "
+                    f"{thawed[0]} ({len(thawed)} tensors). Export its weights and name them as "
+                    "model.weights, or keep model.freeze"
+                )
         if problems:
             raise ConfigError(Problem(self.plan.source, 0, f"init_from: {x}") for x in problems)
 

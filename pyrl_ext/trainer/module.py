@@ -25,6 +25,7 @@ from pyrl_ext.megatron.optimizer import (
 )
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import hf_folder, weight_table
+from pyrl_ext.models.frozen import freeze
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import read_adapter
@@ -125,6 +126,9 @@ class TrainedModule:
             models = [unwrap(chunk) for chunk in chunks]
             table = table_of(plan, name)
             adapters = Adapters.attach(models, table, plan.lora, topo)
+        if plan.model.freeze and not tower:
+            first_expert = groups.ep.rank() * plan.sizes.num_experts // topo.ep_size
+            freeze([unwrap(chunk) for chunk in chunks], plan.frozen, first_expert)
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
         module = cls(name, plan, topo, chunks, adapters)

@@ -85,18 +85,24 @@ class ModuleTensors:
     def changing(self) -> frozenset[str] | None:
         """Those of `engine_names` that steps change, or that have to come with them; None: all.
 
-        With adapters these are their factors, or the weights that factors are merged into. vLLM,
-        which fuses tensors of a layer, takes all of a layer or none.
+        With adapters these are their factors, or the weights that factors are merged into; with
+        `model.freeze` what it leaves. vLLM, which fuses tensors of a layer, takes all of a layer or
+        none.
         """
-        lora = self.plan.lora
+        plan = self.plan
+        lora = plan.lora
         names = self.engine_names
-        if lora is None:
-            return None
         rows = self.tables["llm"]
-        wanted = {row.hf_names[i] for row in rows for i in targeted(row, lora)}
+        if lora is None:
+            if not plan.frozen:
+                return None
+            frozen = {n for row in rows if row.megatron_name in plan.frozen for n in row.hf_names}
+            wanted = set(names) - frozen
+        else:
+            wanted = {row.hf_names[i] for row in rows for i in targeted(row, lora)}
         if self.factors:
             wanted = {name for row in self.factors for name in row.hf_names}
-        elif self.plan.rollout.engine == "vllm":
+        elif plan.rollout.engine == "vllm":
             layers = {layer_of(name) for name in wanted} - {None}
             wanted |= {name for name in names if layer_of(name) in layers}
         return frozenset(wanted.intersection(names))

@@ -16,6 +16,7 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.parameters import published_numbers
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
@@ -58,6 +59,22 @@ def test_stage_memory_holds_vocabulary_and_latents_whole_where_megatron_does():
     plan = tiny_plan("parallel.tp=2")
     plan.hf["vocab_size"] = 129  # odd: a row of padding in the embedding and in the head
     assert items_of(plan)["weights"] == tp2["weights"] + 2 * 4 * 64
+
+
+def test_stage_memory_of_frozen_weights_is_without_gradients_and_optimizer_state():
+    """The embedding, 128 x 64, and three routers, 8 x 64, in two stages of two layers."""
+    freeze = "model.freeze=[model.embed_tokens.weight, '*.mlp.gate.weight']"
+    plan, frozen = (tiny_plan("parallel.pp=2", *more) for more in ((), (freeze,)))
+    for stage, number in enumerate((128 * 64 + 8 * 64, 2 * 8 * 64)):
+        all_trained = items_of(plan, stage)
+        held = items_of(frozen, stage)
+        assert held["weights"] == all_trained["weights"]
+        assert all_trained["gradients"] - held["gradients"] == 4 * number
+        assert all_trained["optimizer"] - held["optimizer"] == 8 * number
+    for engine, left in (("hf", 128 * 64 + 3 * 8 * 64), ("vllm", 128 * 64)):
+        named = f"rollout.engine={engine}"
+        sent = [published_numbers(tiny_plan(named, *more)) for more in ((), (freeze,))]
+        assert sent[0] - sent[1] == left  # vLLM takes whole layers
 
 
 def test_stage_memory_of_a_dense_layer_equals_a_count_by_hand():

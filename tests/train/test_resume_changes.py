@@ -183,6 +183,23 @@ def test_init_from_refuses_another_model(three, tmp_path, capsys):
     assert "lora.rank: 4 now, null in the saved plan" in capsys.readouterr().err
 
 
+def test_init_from_refuses_to_train_what_the_other_run_froze(tmp_path, capsys):
+    """It may freeze more; a resumed run freezes the same."""
+    gates = "'*.mlp.gate.weight'"
+    first = tmp_path / "first"
+    assert run(first, "steps=1", f"model.freeze=[{gates}]") == 0
+    assert run(first, "steps=2", "--allow", "model.freeze") == 2
+    assert "the optimizer state of the weights that were trained" in capsys.readouterr().err
+    assert run(tmp_path / "a", "steps=1", f"init_from={first}") == 2
+    assert (
+        "step-1 is of a run with model.freeze ['*.mlp.gate.weight'], expected it to have trained "
+        "all that this run trains; it has no optimizer state of decoder.layers.1.mlp.router.weight "
+        "(3 tensors)"
+    ) in capsys.readouterr().err
+    more = f"model.freeze=[{gates}, model.norm.weight]"
+    assert run(tmp_path / "b", "steps=1", f"init_from={first}", more) == 0
+
+
 def test_init_from_refuses_what_is_no_checkpoint_of_another_run(two, tmp_path, capsys):
     assert run(tmp_path / "a", "steps=1", f"init_from={tmp_path / 'none'}") == 2
     error = capsys.readouterr().err

@@ -11,10 +11,13 @@ import torch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
+from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
+from pyrl_ext.plan.model.freeze import is_named
 from pyrl_ext.replay import router_hook
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
+from tests.helpers.frozen import FREEZE, PATTERNS, equal_names, frozen_run
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import schedule_of
@@ -38,6 +41,8 @@ SPLIT_LAYOUTS = {
         "dp2 cp2": ("parallel.dp=2", "parallel.cp=2"),
     },
 }
+# one of them with a first stage of which all is frozen
+FROZEN = ("tp2 etp1", "pp2 first:1", "pp2 first:1 distributed overlapped", "dp2 ep2 distributed")
 PARITY = {2: {"tp2 ep2 etp1, glm"}, 4: {"pp2 vpp2 cp2 recompute:full, glm"}}
 
 
@@ -59,7 +64,11 @@ def ranks(folder):
 
 def on_one(group, models, folder):
     parity.reference(group, models, folder)
-    return {"split": gradients_by_split(folder, ()), "exception": after_an_exception(folder, ())}
+    return {
+        "split": gradients_by_split(folder, ()),
+        "exception": after_an_exception(folder, ()),
+        "frozen": {"one process": run_frozen(folder)},
+    }
 
 
 def on_many(group, layouts, folder):
@@ -74,6 +83,7 @@ def on_many(group, layouts, folder):
         found["exception"] = [
             after_an_exception(folder, (f"parallel.{name}=2",)) for name in ("dp", "cp")
         ]
+        found["frozen"] = {line: run_frozen(folder, line) for line in FROZEN}
     return found
 
 
@@ -131,6 +141,44 @@ def test_accumulate_has_one_loss_scale_for_every_split(ranks, layout):
         assert metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-6), split
         off, name = max((apart(grads[n], whole[n]), n) for n in whole)
         assert off < BOUNDS["grad"], (split, name, off)
+
+
+# frozen weights ------------------------------------------------------------------------------
+
+
+def run_frozen(folder, line=""):
+    overrides = parity._layouts(line, "qwen")[0].overrides if line else ()
+    plans = [compiled("qwen", folder, (*more, *overrides)) for more in ((FREEZE,), ())]
+    return frozen_run(*plans, folder / f"frozen {line}")
+
+
+@pytest.mark.parametrize("layout", ["one process", *FROZEN])
+def test_Policy_keeps_frozen_weights_and_trains_the_others_as_if_theirs_had_no_gradient(
+    ranks, layout
+):
+    """All to the bit, also after a checkpoint, which the first rank writes even if all of its
+    weights are frozen."""
+    alone = ranks[1]["frozen"]["one process"]
+    run = alone if layout == "one process" else ranks[2]["frozen"][layout]
+    frozen = {name for name in run.start if is_named(name, PATTERNS)}
+    assert 30 < len(frozen) < 60
+    assert equal_names(run.start, run.end) == frozen
+    assert equal_names(run.end, run.resumed) == {*run.end}
+    assert equal_names(run.end, run.cleared) == {*run.end}
+    norms, cleared = run.norms
+    assert norms == pytest.approx(cleared, rel=1e-6)
+    assert all(apart(run.end[name], alone.end[name]) < 1e-6 for name in run.end)
+
+
+@pytest.mark.parametrize("layout", ["", "tp2 etp1", "pp2 first:1"])
+def test_trained_of_stage_is_what_gradient_buffers_hold_next_to_frozen_weights(
+    ranks, folder, layout
+):
+    overrides = parity._layouts(layout, "qwen")[0].overrides if layout else ()
+    plan = compiled("qwen", folder, (FREEZE, *overrides))
+    run = ranks[2]["frozen"][layout] if layout else ranks[1]["frozen"]["one process"]
+    assert run.trained == rank_parameters(plan, trained_of_stage(plan, 0)).total
+    assert (run.trained == 0) == (layout == "pp2 first:1")
 
 
 # state ---------------------------------------------------------------------------------------

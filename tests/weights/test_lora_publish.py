@@ -3,6 +3,7 @@ move they see, and an engine that leaves adapters out is found."""
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import closing
 from dataclasses import replace
@@ -114,6 +115,38 @@ def test_changing_names_whole_layers_for_vllm_and_factors_for_adapters():
     assert factors == {n for n in more if is_factor(n)} == set(more) - set(names)
     assert ModuleTensors(tiny_plan(), None, {}).changing is None  # type: ignore[arg-type]
     assert engine_tensor_names(["model.layers.9.x.lora_A.weight"], 4) == []
+
+
+def test_changing_leaves_out_frozen_weights_and_for_vllm_whole_frozen_layers():
+    patterns = "model.freeze=[model.embed_tokens.weight, model.layers.1.*, '*.mlp.gate.weight']"
+
+    def unchanged(*overrides: str) -> tuple[set[str], list[str]]:
+        tensors = ModuleTensors(tiny_plan(patterns, *overrides), None, {})  # type: ignore[arg-type]
+        assert tensors.changing is not None
+        return set(tensors.engine_names) - tensors.changing, tensors.engine_names
+
+    hf, names = unchanged()
+    whole = {"model.embed_tokens.weight", *(n for n in names if layer_of(n) == 1)}
+    assert hf == whole | {f"model.layers.{i}.mlp.gate.weight" for i in (2, 3)}
+    vllm, _ = unchanged("rollout.engine=vllm")
+    assert vllm == whole
+
+
+def test_an_engine_gets_what_is_not_frozen_and_scores_as_the_trainer():
+    plan = tiny_plan(*QUICK, "model.freeze=[model.embed_tokens.weight, model.layers.1.*]")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        sent = list[float]()
+        for number in range(2):
+            sent.append(step.sync_weights(number, clock)["publish/tensor_bytes"])
+            rollout = step.take(number, clock)
+            shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
+            step.update(shard, clock)
+        tensors = step.policy.tensors
+    rows = tensors.tables["llm"]
+    kept = [row for row in rows if row.megatron_name in plan.frozen]
+    numbers = sum(math.prod(shape) for row in kept for shape in row.shapes)
+    assert sent[0] - sent[1] == 4 * numbers > 0
 
 
 def leave_out(engine: HFEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from pyrl_ext.plan.model.counts import (
     mtp_parameters,
     parameters,
 )
+from pyrl_ext.plan.model.freeze import ROUTER_BIAS, frozen_rows, layer_of
 from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.lora import Linear, adapted, factors
+from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.plan import Plan
 
 
@@ -74,13 +77,20 @@ def adapters(plan: Plan, kinds: Iterable[LayerKind]) -> Iterator[tuple[Linear, i
 
 
 def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
-    """Parameters of one model chunk that have gradients: all, or those of adapters alone.
+    """Parameters of one model chunk that have gradients: all but those that `model.freeze` names,
+    or those of adapters alone.
 
     A factor of a routed expert that expert-tensor-parallel ranks do not split is counted once for
     each of them, so that `rank_parameters` gives the part of a rank.
     """
     if plan.lora is None:
-        return chunk_parameters(plan, chunk)
+        stored = chunk_parameters(plan, chunk)
+        frozen = frozen_parameters(plan, chunk)
+        return Parameters(
+            replicated=stored.replicated - frozen.replicated,
+            tensor=stored.tensor - frozen.tensor,
+            expert=stored.expert - frozen.expert,
+        )
     total = Parameters()
     for kind, number in Counter(plan.sizes.kinds_in(chunk)).items():
         for factor in factors(plan.sizes, plan.lora, kind):
@@ -93,6 +103,43 @@ def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
             else:
                 total += Parameters(replicated=count)
     return total
+
+
+def frozen_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
+    """Parameters of one model chunk that `model.freeze` names, counted as in `chunk_parameters`."""
+    total = Parameters()
+    if not plan.frozen:
+        return total
+    layers = {*chunk.layers, *(plan.sizes.num_hidden_layers + i for i in range(chunk.mtp))}
+    tied = plan.sizes.tie_word_embeddings
+    held = {
+        "embedding": chunk.embedding or chunk.mtp > 0 or (chunk.loss and tied),
+        "output_layer": chunk.loss,
+        "decoder.final_layernorm": chunk.loss,
+        "mtp": chunk.mtp > 0,
+    }
+    for row in frozen_rows(plan.sizes.weights(plan.num_mtp_layers), plan.model.freeze):
+        layer = layer_of(row)
+        is_held = layer in layers
+        if layer is None:
+            is_held = any(here and row.megatron_name.startswith(x) for x, here in held.items())
+        if is_held:
+            total += _row_parameters(plan, row)
+    return total
+
+
+def _row_parameters(plan: Plan, row: Weight) -> Parameters:
+    """The numbers of one row of the weight table; the routers' bias is none of the parameters."""
+    number = sum(math.prod(shape) for shape in row.shapes)
+    if row.megatron_name.endswith(ROUTER_BIAS):
+        return Parameters()
+    if row.expert is not None:
+        return Parameters(expert=number)
+    if row.shard == "same":
+        return Parameters(replicated=number)
+    if row.shard == "vocab":
+        number += -plan.sizes.vocab_size % plan.parallel.tp * plan.sizes.hidden_size
+    return Parameters(tensor=number)
 
 
 def trained_of_stage(plan: Plan, stage: int) -> Parameters:
@@ -147,17 +194,32 @@ def factor_numbers(plan: Plan) -> int:
 
 
 def published_numbers(plan: Plan) -> int:
-    """Numbers that a weight sync sends after the first one: all weights, the adapters' factors, or
-    the weights that adapters change (for vLLM, which fuses them, their whole layers)."""
+    """Numbers that a weight sync sends after the first one: all weights that are trained, the
+    adapters' factors, or the weights that adapters change. For vLLM, which fuses them, all of a
+    layer of which some change."""
     sizes = plan.sizes
     total = parameters(sizes).total
     if plan.lora_publish == "adapter":
         return factor_numbers(plan) + total * plan.sends_all
-    if plan.lora is None or plan.sends_all:
+    if plan.sends_all:
         return total
+    if plan.lora is None:
+        return total - _unchanged_numbers(plan)
     if plan.rollout.engine == "vllm":
         return total - embedding_parameters(sizes).total - head_parameters(sizes).total
     return sum(
         linear.inputs * linear.outputs * max(1, linear.experts)
         for linear, _ in adapters(plan, sizes.layer_kinds)
     )
+
+
+def _unchanged_numbers(plan: Plan) -> int:
+    """Numbers of frozen weights that a weight sync leaves out after the first one."""
+    table = plan.sizes.weights(0)
+    changing = {layer_of(row) for row in table if row.megatron_name not in plan.frozen} - {None}
+    total = Parameters()
+    for row in table:
+        fused = plan.rollout.engine == "vllm" and layer_of(row) in changing
+        if row.megatron_name in plan.frozen and not fused:
+            total += _row_parameters(plan, row)
+    return total.total

@@ -82,6 +82,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "expert_tensor_parallel_size": ("parallel.etp",),
     "filter_groups": ("objective.dynamic_sampling",),
     "fp16": ("model.dtype",),
+    "freeze_moe_router": ("model.freeze",),
+    "freeze_params_name_list": ("model.freeze",),
     "generation": ("rollout",),
     "generation_batch_size": ("batching.prompts", "batching.samples_per_prompt"),
     "global_batch_size": ("batching.minibatches", "batching.prompts"),

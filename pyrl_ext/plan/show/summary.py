@@ -16,12 +16,14 @@ from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.parameters import (
     chunk_parameters,
     factor_numbers,
+    frozen_parameters,
     published_numbers,
 )
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.model.units import (
@@ -274,6 +276,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "", pattern
     if plan.lora is not None:
         yield "adapters", _adapters(plan)
+    if plan.model.freeze:
+        yield "frozen", _frozen(plan)
     if plan.has_rollouts:
         yield from _rollout(plan)
     else:
@@ -326,6 +330,19 @@ def _adapters(plan: Plan) -> str:
     sent = width * published_numbers(plan)
     whole = width * parameters(plan.sizes).total
     return f"{text}; published by {plan.lora_publish}: {size(sent)} of {size(whole)} of all weights"
+
+
+def _frozen(plan: Plan) -> str:
+    """The numbers that `model.freeze` names, and what a weight sync sends."""
+    whole = ModelChunk(True, tuple(range(plan.sizes.num_hidden_layers)), plan.num_mtp_layers, True)
+    number = frozen_parameters(plan, whole).total
+    text = f"{count(number)} parameters in {len(plan.frozen)} tensors, by model.freeze"
+    if not plan.has_rollouts or plan.sends_all:
+        return text
+    width = plan.engine_bytes
+    sent = size(width * published_numbers(plan))
+    everything = size(width * parameters(plan.sizes).total)
+    return f"{text}; a weight sync sends {sent} of {everything} after the first one"
 
 
 def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
