@@ -33,15 +33,29 @@ class LearningRate:
     decay_steps: int
     steps: int
 
+    @property
+    def is_constant(self) -> bool:
+        """True if every step has the same rate."""
+        rises = self.warmup_steps > 1
+        falls = self.schedule != "constant" and self.min_lr < self.lr
+        return self.lr == 0 or not (rises or falls)
+
+    @property
+    def decay_begin(self) -> int:
+        """The 0-based step at which the decay begins; a constant schedule has none: ``steps``."""
+        if self.schedule == "constant":
+            return self.steps
+        if self.schedule == "wsd":
+            return self.steps - self.decay_steps
+        return self.warmup_steps
+
     def __call__(self, step: int) -> float:
         """The learning rate of the 0-based ``step``; after the last one it stays as it is."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        begin = self.warmup_steps
-        if self.schedule == "wsd":
-            begin = self.steps - self.decay_steps
+        begin = self.decay_begin
         done = (step + 1 - begin) / (self.steps + 1 - begin)  # the last step still learns
         done = min(1.0, max(0.0, done))
         left = 1 - done

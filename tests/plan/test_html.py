@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.show.html.charts import memory_bars, time_bars
+from pyrl_ext.plan.show.html.charts import memory_bars, rate_curve, time_bars
 from pyrl_ext.plan.show.html.page import plan_page, problems_page
-from pyrl_ext.plan.show.summary import Summary, values
+from pyrl_ext.plan.show.summary import Summary, facts, values
+from pyrl_ext.schedule.learning_rate import LearningRate
 from tests.helpers.plan_pages import GLM47, PLANS, checked, plan_of, words_of
 
 pytestmark = pytest.mark.multiprocess
@@ -45,6 +47,59 @@ def test_plan_page_has_every_note_changed_value_and_number():
     for table in summary.tables():
         for row in table.rows:
             assert all(" ".join(cell.split()) in words for cell in row)
+
+
+CONSTANT = LearningRate(0.1, 0.0, "constant", 0, 0, 10)
+SCHEDULES = {
+    "cosine": (
+        ("optimizer.schedule=cosine", "optimizer.warmup_steps=10"),
+        "0.003, warmup 10 steps, cosine to 1e-5 at optimizer step 600",
+        ["step 9: warmup ends at 0.003", "step 600: decay ends at 1e-5"],
+    ),
+    "linear": (
+        ("optimizer.schedule=linear",),
+        "0.003, linear to 1e-5 at optimizer step 600",
+        ["step 600: decay ends at 1e-5"],
+    ),
+    "wsd": (
+        ("optimizer.schedule=wsd", "optimizer.warmup_steps=50", "optimizer.decay_steps=90"),
+        "0.003, warmup 50 steps, linear from step 510 to 1e-5 at optimizer step 600",
+        ["step 49: warmup ends at 0.003", "step 600: decay ends at 1e-5", "step 510: decay begins"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plan_page_draws_the_learning_rate_of_every_step_it_has_a_point_for(name: str):
+    overrides, sentence, labels = SCHEDULES[name]
+    plan = plan_of("tiny", *overrides, "optimizer.min_lr=1e-5")
+    rate = plan.learning_rate()
+    page = checked(plan_page(plan))
+    assert sentence in page.words and dict(facts(plan))["lr"] == sentence
+    assert [word for word in page.words if ": warmup" in word or ": decay" in word] == labels
+    (line,) = [attributes["points"] for tag, attributes in page.elements if tag == "polyline"]
+    points = [tuple(map(float, point.split(","))) for point in str(line).split()]
+    curve = rate_curve(rate)
+    assert curve is not None and len(points) > 100
+    width = curve.right - curve.left
+    height = curve.bottom - curve.top
+    for x, y in points:
+        step = round((x - curve.left) / width * rate.steps)
+        assert (curve.bottom - y) / height == pytest.approx(rate(step) / rate.lr, abs=1e-4)
+    assert points[0][0] == curve.left and points[-1][0] == curve.right
+    for mark in curve.marks:
+        assert (round(mark.x, 2), round(mark.y, 2)) in points
+
+
+def test_plan_page_draws_no_constant_learning_rate():
+    plan = plan_of("tiny")
+    assert "<svg" not in plan_page(plan) and "lr" not in dict(facts(plan))
+    warm = plan_of("tiny", "optimizer.warmup_steps=20")
+    assert "step 19: warmup ends at 0.003" in checked(plan_page(warm)).words
+    assert dict(facts(warm))["lr"] == "0.003, warmup 20 steps"
+    for flat in ({"warmup_steps": 1}, {"schedule": "cosine", "min_lr": 0.1}, {"lr": 0.0}):
+        rate = replace(CONSTANT, **flat)
+        assert rate.is_constant and rate_curve(rate) is None
 
 
 def test_problems_page_has_every_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

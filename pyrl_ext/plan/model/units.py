@@ -55,3 +55,8 @@ def count(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.4g}{unit}"
     return str(number)
+
+
+def scientific(number: float) -> str:
+    """A small number as configs write it: 1e-6, 0.003."""
+    return f"{number:g}".replace("e-0", "e-")

@@ -31,11 +31,13 @@ from pyrl_ext.plan.model.units import (
     count,
     duration,
     in_units,
+    scientific,
     size,
     unit_for,
 )
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
+from pyrl_ext.schedule.learning_rate import LearningRate
 
 
 class Verdict(NamedTuple):
@@ -286,6 +288,11 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.batching.epochs > 1:
         minibatch += f" in each of {plan.batching.epochs} epochs"
     yield "minibatch", minibatch
+    for name in ("llm", *plan.modules):
+        rate = plan.learning_rate(name)
+        of = "" if name == "llm" else f" of {name}"
+        if not rate.is_constant and (name == "llm" or plan.modules[name].lr is not None):
+            yield f"lr{of}", _schedule(rate)
     yield (
         "microbatches",
         (
@@ -293,6 +300,20 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{plan.max_rows:,}, padded to a multiple of {plan.row_alignment}"
         ),
     )
+
+
+def _schedule(rate: LearningRate) -> str:
+    """The learning rate over the 0-based optimizer steps of a run."""
+    text = scientific(rate.lr)
+    if rate.warmup_steps:
+        text += f", warmup {rate.warmup_steps} steps"
+    if rate.schedule == "constant":
+        return text
+    falls = rate.schedule
+    if rate.schedule == "wsd":
+        falls = f"linear from step {rate.decay_begin}"
+    last = scientific(rate(rate.steps))
+    return f"{text}, {falls} to {last} at optimizer step {rate.steps}"
 
 
 def ranges(ids: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.show.html.charts import SERIES, memory_bars, time_bars
+from pyrl_ext.plan.show.html.charts import SERIES, memory_bars, rate_curve, time_bars
 from pyrl_ext.plan.show.summary import Summary, Table, Verdict, values
 
 
@@ -48,6 +48,7 @@ def plan_page(plan: Plan) -> str:
         verdicts=summary.verdicts,
         remarks=remarks,
         charts=charts,
+        curve=rate_curve(plan.learning_rate()),
         tables=[*summary.tables(), fields],
     )  # fmt: skip
 
@@ -62,5 +63,6 @@ def problems_page(error: ConfigError) -> str:
         verdicts=[verdict],
         remarks=[],
         charts=[],
+        curve=None,
         tables=[problems],
     )  # fmt: skip
