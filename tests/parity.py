@@ -141,6 +141,9 @@ MODELS = {
         "tiny", {"num_nextn_predict_layers": 1}, (*MTP, *LORA, *SHARED, "lora.targets=" + WITH_GATE)
     ),
     "qwen next lora": Model("tiny_qwen3_next", overrides=LORA, rounding=3.0),
+    "mixtral lora": Model(
+        "tiny_qwen3", overrides=("model.family=mixtral", *LORA, *SHARED), instead=MIXTRAL
+    ),
     "nemotron lora": Model("tiny_nemotron", overrides=LORA),
     "qwen some lora": Model(
         "tiny_qwen3", overrides=(*LORA, *SHARED, "lora.targets=[q_proj, v_proj, up_proj, gate]")
@@ -219,6 +222,7 @@ LAYOUTS = {
         *_layouts("tp2", "glm 384", "glm 384 off"),
         *_layouts("tp2\ncp2\npp2 vpp2", "llama"),
         *_layouts("tp2 ep2 etp1\ncp2\npp2 first:1\ndp2 ep2 dynamic:2", "mixtral"),
+        *_layouts("tp2 ep2 etp1\npp2 first:1", "mixtral lora"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES, MAMBA),
         *_layouts("tp2\ncp2 recompute:full\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", MAMBA),
         *_layouts("tp2 ep2 etp1\npp2 layout:Ett|t|ttt|ttL vpp2", MAMBA),

@@ -23,6 +23,7 @@ from pyrl_ext.models.hf_folder import open_safetensors
 from pyrl_ext.ops.tensors import dtype_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.lora import expert_linears
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.schema.lora import Lora
@@ -31,8 +32,8 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.*)\.lora_([AB])\.weight")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight")
-_SHARED = re.compile(r"(.*\.experts)\.((?:gate|up|down)_proj\..*)")  # by all experts of a layer
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_([AB])\.weight")
+_SHARED = re.compile(r"(.*\.experts)\.([a-z]\w*\..*)")  # by all experts of a layer
 _FUSED = re.compile(r"(.*\.experts)(?:\.base_layer)?")
 _BELOW_LAYER = re.compile(r".*\.layers\.\d+\.(.*)")
 _KINDS = ("gate", "up", "down")
@@ -108,7 +109,8 @@ def read_adapter(
         _check_scale(
             folder, f"{fused[1]}.{'_'.join(kinds)}_proj", config, lora, len(a) // number, multiple
         )
-        factors |= _split_fused(fused[1], a, b, number, kinds, multiple)
+        for name, tensor in _split_fused(fused[1], a, b, number, kinds, multiple).items():
+            factors[sizes.hf_part(name)] = tensor  # peft's is of transformers' module
     _check_names(folder, factors, table, sizes.num_experts, ignored)
     names = [name for row in table for name in row.hf_names]
     return {name: _one(folder, name, factors, sizes.num_experts) for name in names}
@@ -307,29 +309,31 @@ def write_adapter(folder: Path, factors: Mapping[str, Tensor], plan: Plan) -> No
     """Write ``factors`` and the config that PEFT needs into ``folder``."""
     from safetensors.torch import save_file
 
-    whole = _whole_experts(factors, plan.sizes.num_experts)
+    whole = _whole_experts(factors, plan.sizes)
     tensors = {_PREFIX + name: tensor.contiguous() for name, tensor in whole.items()}
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(_adapter_config(plan, whole), indent=2) + "\n")
 
 
-def _whole_experts(factors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+def _whole_experts(factors: Mapping[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
     """``factors`` with those that experts share once for each, and zeros for what experts lack:
     peft has adapters of their gate, up and down together, or none."""
+    number = sizes.num_experts
+    linears = expert_linears(sizes)
     whole: dict[str, Tensor] = {}
     for name, tensor in factors.items():
         names = _of_experts(name, number)
         whole |= {single: tensor.clone() if len(names) > 1 else tensor for single in names}
     kinds = {m[1]: m[3] for name in whole if (m := _EXPERT.fullmatch(name))}
     for experts, kind in kinds.items():
-        a, b = (whole[f"{experts}.0.{kind}_proj.lora_{letter}.weight"] for letter in "AB")
+        a, b = (whole[f"{experts}.0.{kind}.lora_{letter}.weight"] for letter in "AB")
         rank, inputs = a.shape
         outputs = len(b)
-        for other in _KINDS:
-            turned = (other == "down") != (kind == "down")
+        for other in linears:
+            turned = (other == linears[-1]) != (kind == linears[-1])
             rows, columns = (inputs, outputs) if turned else (outputs, inputs)
             for e in range(number):
-                name = f"{experts}.{e}.{other}_proj.lora_"
+                name = f"{experts}.{e}.{other}.lora_"
                 whole.setdefault(f"{name}A.weight", a.new_zeros(rank, columns))
                 whole.setdefault(f"{name}B.weight", a.new_zeros(rows, rank))
     return whole
@@ -352,7 +356,7 @@ def _adapter_config(plan: Plan, factors: Iterable[str]) -> dict[str, Any]:
         if rank != routed:
             ranks = dict.fromkeys(sorted(kinds | parameters), rank)
         rank = routed
-        kinds |= {f"{kind}_proj" for kind in _KINDS}
+        kinds |= {*expert_linears(plan.sizes)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

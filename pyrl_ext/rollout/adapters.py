@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.lora import ROUTER, Lora
 
+DOWN = ("down_proj", "w2")  # the latter is Mixtral's
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -54,7 +55,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, AdapterTensors]:
             continue
         shared = ""
         if expert and lora.experts == "shared_outer":
-            shared = "B" if last == "down_proj" else "A"
+            shared = "B" if last in DOWN else "A"
         places = (_EXPERT.sub(".experts.", module) if each == shared else module for each in "AB")
         a, b = (f"{place}.lora_{each}.weight" for place, each in zip(places, "AB", strict=True))
         found[module] = AdapterTensors(lora.rank_of(expert), lora.scale_of(expert), (a, b))

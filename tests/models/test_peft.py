@@ -42,7 +42,8 @@ CASES = {  # model, overrides
     "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",)),
     "Qwen3-8B": (QWEN3_SMALL, ()),
     "Llama": (LLAMA, ()),
-    "Mixtral": (MIXTRAL, ("lora.experts=none",)),
+    "Mixtral": (MIXTRAL, ("lora.expert_rank=8",)),
+    "Mixtral, shared": (MIXTRAL, ("lora.experts=shared_outer",)),
 }
 
 

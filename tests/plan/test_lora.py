@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "configs/tiny_vl/config.json": {},
     "configs/tiny_qwen3_next/config.json": {},
     "configs/tiny_nemotron/config.json": {},
+    "configs/mixtral_8x7b/config.json": {"num_local_experts": 4},
     "tests/plan/broken_configs/dense.json": {},
     "tests/plan/broken_configs/kimi_k25_mtp.json": {},
 }

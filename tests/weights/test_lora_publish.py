@@ -26,6 +26,7 @@ from pyrl_ext.weights.modules import ModuleTensors
 from tests.helpers.lora import draw_b
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
+from tests.parity import compiled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -147,6 +148,26 @@ def test_an_engine_gets_what_is_not_frozen_and_scores_as_the_trainer():
     kept = [row for row in rows if row.megatron_name in plan.frozen]
     numbers = sum(math.prod(shape) for row in kept for shape in row.shapes)
     assert sent[0] - sent[1] == 4 * numbers > 0
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared_outer"])
+@pytest.mark.parametrize("publish", ["merge", "adapter"])
+def test_an_engine_scores_as_the_trainer_with_adapters_of_mixtrals_experts(
+    tmp_path, publish, experts
+):
+    """Whose linears are w1, w3 and w2 in the checkpoint, and other names in transformers."""
+    lora = "lora.rank=4", "lora.alpha=8", f"lora.publish={publish}", f"lora.experts={experts}"
+    plan = compiled("mixtral", tmp_path, (*lora, *QUICK))
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        draw_b(step.policy.llm)
+        changing = step.policy.tensors.changing or ()
+        assert any(".experts.0.w2." in name for name in changing)
+        for number in range(2):
+            step.sync_weights(number, clock)
+            rollout = step.take(number, clock)
+            shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
+            assert step.update(shard, clock)["grad_norm"] > 0
 
 
 def leave_out(engine: HFEngine) -> None:

@@ -60,7 +60,10 @@ def linears(sizes: ModelSizes, kind: LayerKind) -> Iterator[Linear]:
     if kind.feed_forward != "moe":
         return
     yield Linear(ROUTER, hidden, sizes.num_experts, "whole", "mlp")
-    yield from _mlp(hidden, sizes.moe_intermediate_size, "experts", gated, sizes.num_experts)
+    gate, up, down = expert_linears(sizes)
+    names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    for each in _mlp(hidden, sizes.moe_intermediate_size, "experts", gated, sizes.num_experts):
+        yield each._replace(name=names[each.name])
     if width := sizes.shared_expert_width:
         yield from _mlp(hidden, width, "mlp", gated)
 
@@ -116,6 +119,12 @@ def _mlp(hidden: int, width: int, read: str, gated: bool, experts: int = 0) -> I
     for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
         yield Linear(name, hidden, width, "rows", read, experts)
     yield Linear("down_proj", width, hidden, "columns", f"inside {read}", experts)
+
+
+def expert_linears(sizes: ModelSizes) -> tuple[str, str, str]:
+    """Last parts of the HF names of a routed expert's gate, up and down."""
+    gate, up, down = (sizes.hf_part(f".{kind}_proj.").strip(".") for kind in ("gate", "up", "down"))
+    return gate, up, down
 
 
 def names_of(sizes: ModelSizes) -> tuple[str, ...]:

@@ -99,8 +99,6 @@ class ModelSizes(BaseModel, ABC):
     """True if attention's output is gated by as many more outputs of the query projection."""
     has_shared_expert_gate: ClassVar[bool] = False
     """True if a number of each token scales the output of the shared expert."""
-    has_expert_adapters: ClassVar[bool] = True
-    """True if adapters of routed experts are built."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
     """Rotary embeddings that the trainer builds."""
     hf_parts: ClassVar[Mapping[str, str]] = {}
@@ -261,6 +259,10 @@ class ModelSizes(BaseModel, ABC):
 
     def hf_name(self, name: str) -> str:
         """The checkpoint name of a tensor that most families call ``name``."""
+        return self.hf_part(name)
+
+    def hf_part(self, name: str) -> str:
+        """As `hf_name`, of a part of a name."""
         for common, special in self.hf_parts.items():
             name = name.replace(common, special)
         return name

@@ -64,15 +64,6 @@ def adapters_of_experts_have_experts(plan: Plan) -> Found:
         )
 
 
-@rule("lora.experts")
-def adapters_know_the_linears_of_experts(plan: Plan) -> Found:
-    if plan.lora is not None and _adapts_experts(plan) and not plan.sizes.has_expert_adapters:
-        return (
-            f"{plan.lora.experts} with model.family {plan.model.family}, expected none; adapters "
-            "are not built for experts whose linears are called w1, w2 and w3"
-        )
-
-
 @rule("lora.dropout")
 def adapters_have_no_dropout(plan: Plan) -> Found:
     if plan.lora is not None and plan.lora.dropout:

@@ -20,6 +20,9 @@ TARGETS = (
     "gate_proj",
     "up_proj",
     "down_proj",
+    "w1",  # Mixtral's names of gate, up and down
+    "w3",
+    "w2",
     "in_proj_qkvz",
     "in_proj_ba",
     "in_proj",

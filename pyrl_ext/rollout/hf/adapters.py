@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from pyrl_ext.rollout.adapters import Adapters, AdapterTensors
 from pyrl_ext.rollout.hf.checkpoint_renames import published
 
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""Projections of routed experts, as transformers calls them in every family."""
+
 
 class FactorModule(nn.Module):
     """A or B of an adapter; of those of a layer's experts, stacked unless they share it."""
@@ -37,7 +40,9 @@ def attach(model: PreTrainedModel, adapters: Adapters) -> None:
         if isinstance(module, nn.Linear) and place in left:
             _on_linear(module, left.pop(place))
         elif name.endswith(".experts"):
-            _on_experts(module, {k: left.pop(k) for k in list(left) if k.startswith(place + ".")})
+            of_layer = {k: left.pop(k) for k in list(left) if k.startswith(place + ".")}
+            names = {kind: _published(model, f"{name}.0.{kind}") for kind in EXPERT_LINEARS}
+            _on_experts(module, {k: of_layer[n] for k, n in names.items() if n in of_layer})
     if left:
         raise ValueError(
             f"HFEngine.lora: {len(left)} modules of {type(model).__name__} have no place for an "
@@ -67,11 +72,8 @@ def _delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return scale * F.linear(F.linear(x, a), b)
 
 
-def _on_experts(module: Any, adapters: Adapters) -> None:
-    """``adapters``: of the layer's experts, which all have them at the same projections."""
-    kinds: dict[str, AdapterTensors] = {}
-    for name, adapter in adapters.items():
-        kinds.setdefault(name.rpartition(".")[2], adapter)
+def _on_experts(module: Any, kinds: Adapters) -> None:
+    """``kinds``: by projection the adapter of the layer's first expert, which all have."""
     if not kinds:
         return
     gated = hasattr(module, "gate_up_proj")

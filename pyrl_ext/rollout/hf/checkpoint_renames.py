@@ -25,9 +25,9 @@ KIMI = {
 }
 MIXTRAL = {
     r"\.mlp(?=\.|$)": ".block_sparse_moe",
-    r"(\.experts\.\d+)\.gate_proj": r"\1.w1",
-    r"(\.experts\.\d+)\.up_proj": r"\1.w3",
-    r"(\.experts\.\d+)\.down_proj": r"\1.w2",
+    r"(\.experts(?:\.\d+)?)\.gate_proj": r"\1.w1",
+    r"(\.experts(?:\.\d+)?)\.up_proj": r"\1.w3",
+    r"(\.experts(?:\.\d+)?)\.down_proj": r"\1.w2",
 }
 RENAMED = {"kimi_k25": KIMI, "nemotron_h": {r"^model\.": "backbone."}, "mixtral": MIXTRAL}
 _ATTENTION = re.compile(r"(.*blocks\.\d+)\.attn\.([qkv])_proj(.*)")

@@ -72,7 +72,6 @@ class Mixtral(Sparse, Llama):
     router_jitter_noise: float = 0.0
 
     default_groups = 8
-    has_expert_adapters = False
     hf_parts: ClassVar = {
         ".mlp.": ".block_sparse_moe.",
         ".gate_proj.": ".w1.",
