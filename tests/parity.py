@@ -75,6 +75,7 @@ MANY_EXPERTS = {
     "n_routed_experts": 384,
     "moe_intermediate_size": 8,
 }
+MUON = ("optimizer.name=muon",)
 LORA = ("lora.rank=4", "lora.expert_rank=8", "lora.alpha=8")
 SHARED = ("lora.experts=shared_outer",)
 LATENT = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj"
@@ -123,6 +124,9 @@ MODELS = {
     # positions beyond the original context; experts in every layer
     "llama": Model("tiny_qwen3", overrides=("model.family=llama", "replay=off"), instead=LLAMA),
     "mixtral": Model("tiny_qwen3", overrides=("model.family=mixtral",), instead=MIXTRAL),
+    # matrices stepped by Muon
+    "glm muon": Model("tiny", overrides=(BIAS, *MUON)),
+    "qwen muon": Model("tiny_qwen3", overrides=MUON),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
     # with vision towers: features for the first layers and positions of three axes; or neither
@@ -230,6 +234,8 @@ LAYOUTS = {
         *_layouts("tp2\ncp2", STATES + " lora", MAMBA + " lora"),
         *_layouts("tp2 etp1\ncp2 recompute:full", STATES),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
+        *_layouts("tp2\ntp2 ep2 etp1\npp2 vpp2", "glm muon"),
+        *_layouts("tp2\ncp2\ndp2 ep2", "qwen muon"),
         *_layouts("dp2\ntp2\ntp2 etp1\ncp2\npp2\npp2 vpp2\ndp2 ep2\ntp2 ep2 etp1", *WITH_LORA),
         *_layouts("dp2 distributed\ndp2 distributed overlapped", *WITH_LORA),
         *_layouts("dp2 ep2 distributed\npp2 recompute:full\ntp2 recompute:full", *WITH_LORA),

@@ -33,8 +33,19 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     use_kernels(plan.model.backend)
     options = plan.optimizer
     dtype = dtype_of(plan.model.dtype)
+    by_muon = options.name == "muon"
+    if by_muon:
+        from pyrl_ext.megatron.muon import mark_whole, use_stacked_experts
+
+        use_stacked_experts()
+        mark_whole(chunks)
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer="muon" if by_muon else "adam",
+        muon_momentum=options.muon_momentum,
+        muon_nesterov=True,
+        muon_extra_scale_factor=options.muon_rms,
+        muon_tp_mode="duplicated",  # by block, the update would depend on tp
+        muon_fp32_matmul_prec="highest" if dtype == torch.float32 else "medium",
         lr=options.lr,
         adam_beta1=options.betas[0],
         adam_beta2=options.betas[1],
@@ -50,19 +61,23 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
             config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
         )
     _gather_once(optimizer)
-    if plan.model.backend == "local":
-        for group in optimizer.param_groups:
-            # few kernels for all tensors, one pass on a CPU; megatron has no option for it
-            group["fused"] = True
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                # few kernels for all tensors, one pass on a CPU; megatron has no option for it
+                group["fused"] = True
     return optimizer
 
 
 def name_of(optimizer: Any) -> str:
-    """The class that updates the weights, with the package it is from."""
-    if not (parts := _parts(optimizer)):
-        return "none on this rank, whose weights are all frozen"
-    kind = type(parts[0].optimizer)
-    return f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    """The classes that update the weights, each with the package it is from."""
+    names = list[str]()
+    for part in _parts(optimizer):
+        kind = type(part.optimizer)
+        name = f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+        if name not in names:
+            names.append(name)
+    return ", ".join(names) or "none on this rank, whose weights are all frozen"
 
 
 def join_build_optimizer(topo: Topology) -> None:
@@ -152,6 +167,11 @@ def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
         shares = buffer.data_parallel_group.size() if plan.optimizer.distributed else 1
         held += (8 if weight == 4 else 12) * buffer.grad_data.numel() // shares
         held += 4 * len(buffer.param_index_map)  # Adam counts the steps of each
+    if plan.optimizer.name == "muon":
+        from pyrl_ext.megatron.muon import matrices
+
+        for matrix in matrices(chunks):  # one moment instead of two, and no count
+            held -= 4 * matrix.numel() + 4
     return held
 
 
@@ -164,10 +184,12 @@ def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
 # - the distributed one over torch's AdamW (no TransformerEngine, no Apex) does not load its own
 #   form: `step` is missing (KeyError), and then all parameters share one `step` tensor, which is
 #   then incremented once for each parameter (wrong bias correction).
-# Here every optimizer saves the same: three tensors for each parameter, sharded and named as the
-# parameter is, and the number of steps. Hyperparameters come from the plan, not the checkpoint.
+# Here every optimizer saves the same: three tensors for each parameter, or two with Muon, sharded
+# and named as the parameter is, and the number of steps. Hyperparameters come from the plan, not
+# the checkpoint.
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum_buffer",)
 
 
 def sharded_state(optimizer: Any, models: dict) -> dict[str, Any]:
@@ -177,7 +199,8 @@ def sharded_state(optimizer: Any, models: dict) -> dict[str, Any]:
         models: sharded state dicts of the model chunks; their ``data`` are the live parameters.
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
-        (fp32; kind: param, exp_avg, exp_avg_sq) of each part of the optimizer.
+        (fp32; kind: param, exp_avg, exp_avg_sq; with Muon: param, momentum_buffer) of each part of
+        the optimizer.
         With a distributed optimizer the first data-parallel rank alone has those to save.
     Communicates: that rank gathers them from the others, over gloo and in host memory.
     """
@@ -233,7 +256,7 @@ def load_state(optimizer: Any, models: dict, folder: Path, step: int, moments: b
         _set_step(part, step)
         for parameter, main, first in _places(part, models):
             for kind, tensor in _tensors(part, main).items():
-                if kind in MOMENTS and not moments:
+                if kind != "param" and not moments:
                     continue
                 key = f"optimizer.state.{kind}.{parameter.key}"
                 whole = torch.empty_like(parameter.data, device="meta")
@@ -267,7 +290,9 @@ def _mains(part: Any) -> list[Tensor]:
 
 
 def _tensors(part: Any, main: Tensor) -> dict[str, Tensor]:
-    return {"param": main, **{kind: part.optimizer.state[main][kind] for kind in MOMENTS}}
+    state = part.optimizer.state[main]
+    kinds = MUON if MUON[0] in state else ADAM
+    return {"param": main} | {kind: state[kind] for kind in kinds}
 
 
 def _places(part: Any, models: dict) -> list[tuple[Any, Tensor, int]]:
@@ -293,7 +318,8 @@ def _places(part: Any, models: dict) -> list[tuple[Any, Tensor, int]]:
 
 
 def _step(part: Any) -> int:
-    """Finished steps: torch's AdamW counts them per parameter, fused optimizers per group."""
+    """Finished steps: torch's AdamW counts them per parameter, fused optimizers per group. Muon
+    does not, but there are vectors on every rank, which AdamW steps."""
     inner = part.optimizer
     return int(max(c.get("step", 0) for c in (*inner.state.values(), *inner.param_groups)))
 

@@ -8,6 +8,7 @@ from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules.log import wandb_problems
+from pyrl_ext.plan.rules.optimizer import muon_problems
 from pyrl_ext.plan.rules.state_packages import state_problems
 from pyrl_ext.plan.rules.te import te_problems
 
@@ -168,6 +169,7 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     """Parts of `plan` that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
     found += [*te_problems(plan), *wandb_problems(plan), *state_problems(plan)]
+    found += muon_problems(plan)
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")

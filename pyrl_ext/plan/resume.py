@@ -28,6 +28,7 @@ ON_REQUEST = (
     "optimizer.eps",
     "optimizer.lr",
     "optimizer.min_lr",
+    "optimizer.muon_rms",
     "optimizer.overlap_grad_reduce",
     "optimizer.schedule",
     "optimizer.warmup_steps",
@@ -57,6 +58,8 @@ NEVER = {
     "model.tokenizer": "the tokens that the weights know would mean other text",
     "modules": "the checkpoint holds the old encoders and their optimizer state",
     "optimizer.betas": "the saved moments are means with the old decays",
+    "optimizer.muon_momentum": "the saved momentum is a mean with the old decay",
+    "optimizer.name": "the checkpoint holds the state of the old optimizer",
     "seed": "it orders the records and draws the samples of all steps",
 }
 

@@ -98,6 +98,13 @@ class RunFolder:
                     f"{thawed[0]} ({len(thawed)} tensors). Export its weights and name them as "
                     "model.weights, or keep model.freeze"
                 )
+            mine = self.plan.optimizer.name
+            theirs = saved.optimizer.name
+            if self.plan.init_optimizer and mine != theirs:
+                problems.append(
+                    f"{source} holds the optimizer state of {theirs}, expected that of {mine}. "
+                    "Leave init_optimizer out to start from its weights alone"
+                )
         if problems:
             raise ConfigError(Problem(self.plan.source, 0, f"init_from: {x}") for x in problems)
 

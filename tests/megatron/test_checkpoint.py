@@ -26,6 +26,8 @@ VOCAB = 125  # odd: tp 2 pads it
 COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
 BF16 = "model.dtype=bfloat16"
 DISTRIBUTED = "optimizer.distributed=true"
+MUON = "optimizer.name=muon"
+SAVED_BY = {"one": (), "bf16 one": (BF16,), "muon one": (MUON,)}  # in one process
 
 
 class Job(NamedTuple):
@@ -48,14 +50,22 @@ TWO = {
     "bf16 tp2": Job("bf16 one", (TP2, BF16)),
     "bf16 ep2": Job("bf16 one", (DP2, EP2, BF16)),
     "bf16 distributed": Job("bf16 ep2", (DP2, BF16, DISTRIBUTED)),
+    "muon tp2 ep2": Job("muon one", (TP2, EP2, "parallel.etp=1", MUON)),
 }
 FOUR = {
     "tp2 to pp2 ep2": Job("tp2", (DP2, PP2, EP2)),
     "vpp2 to distributed vpp2": Job("pp2 vpp2", (DP2, PP2, VPP2, EP2, DISTRIBUTED)),
 }
+KEPT = (BF16, MUON)
 ONE = {
-    f"{name} to one": Job(name, tuple(o for o in (TWO | FOUR)[name].overrides if o == BF16))
-    for name in ("tp2 ep2", "distributed ep2", "bf16 ep2", "vpp2 to distributed vpp2")
+    f"{name} to one": Job(name, tuple(o for o in (TWO | FOUR)[name].overrides if o in KEPT))
+    for name in (
+        "tp2 ep2",
+        "distributed ep2",
+        "bf16 ep2",
+        "muon tp2 ep2",
+        "vpp2 to distributed vpp2",
+    )
 }
 JOBS = TWO | FOUR | ONE
 SOURCES = {job.source for job in JOBS.values()}
@@ -107,11 +117,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def never_stopped(folder):
-    """dtype -> updates -> (metrics, weights) of one process; checkpoints after the second, with the
-    weights after the first as those of the reference."""
+    """What all layouts have -> updates -> (metrics, weights) of one process; checkpoints after the
+    second, with the weights after the first as those of the reference."""
     found = {}
-    for dtype, name in (("float32", "one"), ("bfloat16", "bf16 one")):
-        plan = plan_of(folder, f"model.dtype={dtype}")
+    for name, kept in SAVED_BY.items():
+        plan = plan_of(folder, *kept)
         with passes.built(plan) as policy:
             steps = {}
             for updates in range(1, 6):
@@ -121,7 +131,7 @@ def never_stopped(folder):
                     policy.reference.take_weights(policy)
                 if updates == 2:
                     policy.save(folder / name)
-        found[dtype] = steps
+        found[kept] = steps
     return found
 
 
@@ -147,10 +157,9 @@ def results(two, four, one):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_load_continues_with_the_numbers_of_an_uninterrupted_run(name, results, never_stopped):
-    bf16 = BF16 in JOBS[name].overrides
+    kept = tuple(o for o in JOBS[name].overrides if o in KEPT)
     for updates, metrics, weights in results[name]:
-        wanted = never_stopped["bfloat16" if bf16 else "float32"][updates]
-        assert_goes_on(metrics, weights, wanted, bf16)
+        assert_goes_on(metrics, weights, never_stopped[kept][updates], BF16 in kept)
 
 
 def unpadded(folder):
@@ -168,7 +177,8 @@ def test_load_restores_what_save_wrote(name, results, folder):
     back = unpadded(folder / f"{name}, loaded")
     assert saved.keys() == back.keys()
     assert saved["optimizer"] == back["optimizer"] == {"step": results[name][0][0] - 1}
-    moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
+    kinds = ("optimizer.state.exp_avg_sq.", "optimizer.state.momentum_buffer.")
+    moments = [key for key in saved if key.startswith(kinds)]
     assert len(moments) > 50 and all(saved[key].any() for key in moments)
     copies = {key.removeprefix("reference."): saved[key] for key in saved if "reference" in key}
     assert len(copies) > 50 and all(copies[key].shape == saved[key].shape for key in copies)

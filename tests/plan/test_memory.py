@@ -265,13 +265,14 @@ STEPS = [
     ("objective.kl_coef=0.1",),
     ("model.recompute=full",),
     ("model.dtype=bfloat16", "model.recompute=selective"),
+    ("optimizer.name=muon", "model.dtype=bfloat16"),
     *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("config", "overrides"),
-    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 4))],
+    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 3, 5))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
@@ -299,6 +300,7 @@ def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[
 # Each on two processes
 LAYOUTS = [
     ("parallel.tp=2", "parallel.etp=1", "parallel.ep=2", "model.dtype=bfloat16"),
+    ("parallel.tp=2", "parallel.etp=1", "parallel.ep=2", "optimizer.name=muon"),
     ("parallel.pp=2", "parallel.vpp=2", "batching.tokens_per_microbatch=40"),
     ("parallel.cp=2", "optimizer.distributed=true", "model.recompute=selective"),
 ]

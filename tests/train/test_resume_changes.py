@@ -200,6 +200,16 @@ def test_init_from_refuses_to_train_what_the_other_run_froze(tmp_path, capsys):
     assert run(tmp_path / "b", "steps=1", f"init_from={first}", more) == 0
 
 
+def test_init_from_refuses_the_state_of_another_optimizer(three, tmp_path, capsys):
+    newest = three / "checkpoints/step-3"
+    options = (f"init_from={three}", "optimizer.name=muon", "init_optimizer=true")
+    assert run(tmp_path / "a", "steps=1", *options) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"{CONFIG}: init_from: {newest} holds the optimizer state of adamw, expected that of muon. "
+        "Leave init_optimizer out to start from its weights alone"
+    )
+
+
 def test_init_from_refuses_what_is_no_checkpoint_of_another_run(two, tmp_path, capsys):
     assert run(tmp_path / "a", "steps=1", f"init_from={tmp_path / 'none'}") == 2
     error = capsys.readouterr().err

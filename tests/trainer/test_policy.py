@@ -44,6 +44,10 @@ SPLIT_LAYOUTS = {
 # one of them with a first stage of which all is frozen
 FROZEN = ("tp2 etp1", "pp2 first:1", "pp2 first:1 distributed overlapped", "dp2 ep2 distributed")
 PARITY = {2: {"tp2 ep2 etp1, glm"}, 4: {"pp2 vpp2 cp2 recompute:full, glm"}}
+PARITY = {
+    2: {"tp2 ep2 etp1, glm", "tp2 ep2 etp1, glm muon", "tp2, qwen muon", "dp2 ep2, qwen muon"},
+    4: {"pp2 vpp2 cp2 recompute:full, glm"},
+}
 
 
 @pytest.fixture(scope="module")

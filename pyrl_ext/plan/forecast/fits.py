@@ -56,10 +56,9 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
     """Advice: keys that make it fit without another layout, or else the two that save most."""
     rollout = plan.rollout
     rows = plan.batching.tokens_per_microbatch // 2
-    changes: list[tuple[str, str, object]] = [
-        ("optimizer", "distributed", True),
-        ("model", "recompute", "full"),
-    ]
+    changes: list[tuple[str, str, object]] = [("model", "recompute", "full")]
+    if plan.optimizer.name == "adamw":
+        changes.append(("optimizer", "distributed", True))
     if rows >= plan.max_rows:
         changes.append(("batching", "tokens_per_microbatch", rows))
     if rollout.engine == "vllm" and rollout.gpus is None:

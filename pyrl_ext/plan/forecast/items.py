@@ -34,33 +34,39 @@ class Item:
     """In host memory, not on the device."""
 
 
-def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = "") -> Iterator[Item]:
+def state_items(
+    plan: Plan, count: int, trained: int, stepped: int, of: str = "", by_muon: int = 0
+) -> Iterator[Item]:
     """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
-    float32 moments, and a float32 copy of weights that are not float32 themselves.
+    float32 moments, Muon one, and both a float32 copy of weights that are not float32 themselves.
 
     Args:
         count: parameters that the rank holds.
         trained: those that have gradients.
         stepped: those whose optimizer state it holds.
         of: ends the names of the items.
+        by_muon: those of `stepped` that Muon steps.
     """
     weight = plan.weight_bytes
     adam = 8 if weight == 4 else 12
-    parts = [("weights", weight, count)]
+    parts = [("weights", weight, count, 0)]
     if trained:
-        parts += [("gradients", 4, trained), ("optimizer", adam, stepped)]
-    for name, width, number in parts:
+        parts += [("gradients", 4, trained, 0), ("optimizer", adam, stepped, 4 * by_muon)]
+    for name, width, number, less in parts:
+        held = width * number - less
         why = f"{width} bytes a parameter ({number:,})"
+        if less:
+            why += f", 4 fewer of those that Muon steps ({by_muon:,})"
         if name not in OFFLOADED[plan.rollout.offload_trainer]:
-            yield Item(f"{name}{of}", width * number, MEMORY_PHASES, why)
+            yield Item(f"{name}{of}", held, MEMORY_PHASES, why)
             continue
         # the engine reads the weights before they go
         offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
         onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
-        yield Item(f"{name}{of}", width * number, onloaded, f"{why}, offloaded in other phases")
+        yield Item(f"{name}{of}", held, onloaded, f"{why}, offloaded in other phases")
         if name != "gradients":  # the next update sets them to zero, so they are dropped
             why += "; torch keeps pinned memory"
-            yield Item(f"{name}{of} on the host", width * number, MEMORY_PHASES, why, host=True)
+            yield Item(f"{name}{of} on the host", held, MEMORY_PHASES, why, host=True)
     if plan.objective.kl_coef > 0 and plan.lora is None:
         since = "of an earlier step" if plan.objective.reference_refresh else "at the start"
         why = f"the weights {since}, kept because objective.kl_coef is above 0"

@@ -20,6 +20,7 @@ from pyrl_ext.plan.forecast.encoder import (
 )
 from pyrl_ext.plan.forecast.engine_memory import engine_items
 from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
+from pyrl_ext.plan.forecast.muon import muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     held_on_rank,
     optimizer_parameters,
@@ -106,7 +107,9 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     held = held_on_rank(plan, stage)
     trained = trained_of_stage(plan, stage)
     with_gradients = rank_parameters(plan, trained).total
-    yield from state_items(plan, held, with_gradients, optimizer_parameters(plan, trained))
+    stepped = optimizer_parameters(plan, trained)
+    by_muon = muon_parameters(plan, stage)
+    yield from state_items(plan, held, with_gradients, stepped, by_muon=by_muon)
     if plan.model.fp8:
         why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
         yield Item("8-bit weights", 2 * held, PASSES, why, exact=False)

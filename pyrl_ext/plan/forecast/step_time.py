@@ -15,6 +15,7 @@ from pyrl_ext.plan.forecast.compute_time import Passes, Spent, added, pass_costs
 from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import update_flops
 from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.muon import ITERATIONS, MORE_BYTES, muon_flops, muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     optimizer_parameters,
@@ -185,7 +186,14 @@ def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     stepped += sum(each.stepped(0) for each in towers)
     moved = 8 * held[largest] + (28 + weight) * stepped
     note = f"28 + {weight} bytes a parameter"
+    if by_muon := muon_parameters(plan, largest):
+        moved += MORE_BYTES * by_muon
+        note += f", {MORE_BYTES} more of those that Muon steps"
     yield Spent.at("optimizer", moved, "memory", gpu.bandwidth, note)
+    operations = muon_flops(plan, largest)
+    peak = gpu.flops[plan.model.dtype]
+    note = f"{ITERATIONS} iterations a matrix"
+    yield Spent.at("orthogonal updates", operations, "projections", peak, note)
 
 
 def _image_rows(plan: Plan, gpu: Gpu, parts: int, back: bool = False) -> Iterator[Spent]:

@@ -158,7 +158,8 @@ class _Given:
                 layout = even_layout(layers, self.draft.num_mtp_layers, chunks)
                 values["parallel.pipeline_model_parallel_layout"] = layout
         # sharding the optimizer state sends as many bytes
-        values["optimizer.distributed"] = ranks > 1 or self.draft.optimizer.distributed
+        spreads = ranks > 1 or self.draft.optimizer.distributed
+        values["optimizer.distributed"] = spreads and self.draft.optimizer.name == "adamw"
         if given.dynamic_cp:
             larger = cp_sizes(ranks, parallel.cp, given.dynamic_cp)[1:]
             values["parallel.dynamic_cp"] = larger[-1] if larger else None

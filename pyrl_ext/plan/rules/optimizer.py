@@ -1,9 +1,69 @@
-"""The optimizer's schedule."""
+"""The optimizer, and its schedule."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, rule
+from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
+
+
+def muon_problems(plan: Plan) -> list[str]:
+    """Why `plan` cannot step by Muon here."""
+    if plan.optimizer.name != "muon" or find_spec("emerging_optimizers"):
+        return []
+    return [
+        "optimizer.name: muon, but emerging_optimizers, which megatron-core takes it from, is not "
+        "installed, expected it. Run: pip install 'pyrl-ext[muon]'"
+    ]
+
+
+@rule("optimizer")
+def keys_of_muon_have_muon(plan: Plan) -> Found:
+    options = plan.optimizer
+    if options.name == "muon":
+        return
+    for name in ("muon_momentum", "muon_rms"):
+        if changed(options, name):
+            value = getattr(options, name)
+            yield name, f"{value:g} with name adamw, expected it left out; muon alone reads it"
+
+
+@rule("optimizer.distributed")
+def muon_has_whole_matrices(plan: Plan) -> Found:
+    if plan.optimizer.distributed and plan.optimizer.name == "muon":
+        return (
+            "true with name muon, expected false; megatron-core spreads the state in pieces of "
+            "matrices, and Muon needs each one whole. To save memory raise parallel.ep, tp or pp"
+        )
+
+
+@rule("optimizer.name")
+def muon_steps_the_weights_of_a_language_model(plan: Plan) -> Found:
+    if plan.optimizer.name != "muon":
+        return
+    if plan.lora is not None:
+        yield (
+            "muon with lora, expected adamw; it would make the update of each factor orthogonal, "
+            "not that of the weight that two factors change"
+        )
+    if plan.modules:
+        yield (
+            f"muon with modules {', '.join(plan.modules)}, expected adamw; it would step an "
+            "encoder's embedding of positions as a matrix"
+        )
+
+
+@rule("optimizer.name")
+def muon_has_whole_heads(plan: Plan) -> Found:
+    groups = plan.sizes.query_groups
+    tp = plan.parallel.tp
+    if plan.optimizer.name == "muon" and groups is not None and tp > groups:
+        return (
+            f"muon with parallel.tp {tp} above num_key_value_heads {groups} {in_config(plan)}, "
+            f"expected tp of at most {groups}; it steps queries, keys and values separately, and "
+            "ranks that share a group hold unequal parts of them. Lower tp, or use adamw"
+        )
 
 
 @rule("optimizer.warmup_steps")

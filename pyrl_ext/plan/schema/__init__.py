@@ -207,14 +207,22 @@ class Replay(Section):
 
 
 class Optimizer(Section):
-    """AdamW, and its schedule."""
+    """AdamW or Muon, and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon steps matrices, each expert's too, by their momentum, made orthogonal; AdamW steps
+    embedding, output layer and vectors (extra muon)"""
     lr: Annotated[float, Field(ge=0, le=100)]
     """learning rate after the warmup"""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.98)
     """decay of the first and second moment, as a list of two"""
     eps: Rate = 1e-8
     """added to the root of the second moment"""
+    muon_momentum: Momentum = 0.95
+    """decay of the momentum of matrices, with name muon"""
+    muon_rms: Rate = 0.2
+    """root mean square of a matrix's update at lr 1, with name muon; with 0.2 a learning rate of
+    AdamW fits"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
     clip_grad: NonNegative = 1.0
