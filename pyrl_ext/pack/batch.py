@@ -126,7 +126,9 @@ class Batch:
             samples,
             advantages,
             num_experts=plan.sizes.num_experts,
-            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
+            layer_ids=plan.router_layers
+            if plan.replay.of_engine
+            else None,  # None: needs no routes
             patch_width=tower.patch_width if tower and plan.modules else None,
             kept_of=plan.sizes.vocab_size if plan.trains_on_sampling_mask else None,
             versions=plan.rollout.ahead > 0,

@@ -128,8 +128,8 @@ def roles_of(plan: Plan, index: BatchIndex) -> list[RankRole]:
 
 
 def _routed_layers(plan: Plan, index: BatchIndex, stage: Sequence[ModelChunk]) -> tuple[int, ...]:
-    """Layers of a pipeline stage whose routers replay, ascending; MTP layers follow the decoder."""
-    if not plan.replay.enabled:
+    """Layers of a pipeline stage that replay samples' routes, ascending; MTP layers come last."""
+    if not plan.replay.of_engine:
         return ()
     num_layers = plan.sizes.num_hidden_layers
     layers: set[int] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
@@ -98,6 +99,23 @@ class BatchShard:
     def with_columns(self, **columns: Tensor) -> BatchShard:
         """With more columns on the host, named as in ``stored``."""
         return replace(self, stored={**self.stored, **columns})
+
+    def with_routes(
+        self, layer_ids: tuple[int, ...], layers: tuple[int, ...], routes: Tensor | None
+    ) -> BatchShard:
+        """With these routes instead of those that came with the samples.
+
+        Args:
+            layer_ids: of all layers of the model that have routes.
+            layers: 0-based global ids of this rank's layers that replay, ascending.
+            routes: [R, l, K] on the host, of the routers' rows; None without layers.
+        """
+        stored = {name: x for name, x in self.stored.items() if not name.startswith("route")}
+        if routes is not None:
+            mask = torch.ones(len(routes), dtype=torch.bool)
+            stored |= {"routes": routes, "route_mask": mask}
+        role = self.role._replace(layers=layers)
+        return replace(self, stored=stored, role=role, layer_ids=layer_ids)
 
 
 def joined(schedules: Sequence[Schedule]) -> Schedule:

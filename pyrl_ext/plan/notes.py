@@ -44,7 +44,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
                 f"model.{key}: {name} is not a folder next to the YAML, so it is a hub id, "
                 "and fetched when a run starts"
             )
-    if plan.replay.old != plan.replay.train:
+    if plan.replay.source == "engine" and plan.replay.old != plan.replay.train:
         found.append(
             "replay.old and replay.train differ: the first update's ratio compares different routes"
         )

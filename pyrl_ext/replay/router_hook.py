@@ -1,4 +1,4 @@
-"""Routing replay: the experts an engine used for each token, forced in Megatron's routers.
+"""Routing replay: the experts used before for each token, forced in Megatron's routers.
 
 `ReplayRouters` finds the routers in the live model, hands each microbatch's routes to their layers,
 and counts how often a router would have chosen the same experts. It holds no state between passes:
@@ -28,6 +28,7 @@ from torch.profiler import record_function
 from pyrl_ext.ops import replay_probs
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
+from pyrl_ext.samples import route_dtype
 
 TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K])
 
@@ -55,22 +56,27 @@ class RouterHook:
         self.used: LayerRoutes | None = None  # in the newest forward or recomputation
         self.for_recompute: deque[LayerRoutes] = deque()
         self.counting = False
+        self.recording = False
+        self.recorded: list[tuple[Tensor, Tensor]] = []  # (ids, rows that are tokens) by forward
         # experts of both choices, rows with equal choices, rows, and experts of one choice
         self.counts = torch.zeros(4, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         self.current = self.used = None
         self.for_recompute.clear()
+        self.recorded.clear()
 
-    def start(self, counting: bool) -> None:
+    def start(self, counting: bool, recording: bool) -> None:
         """Before a pass."""
         self.clear()
         self.counting = counting
+        self.recording = recording
         self.counts = torch.zeros_like(self.counts)
 
     @property
     def is_clear(self) -> bool:
-        return self.current is None and self.used is None and not self.for_recompute
+        kept = self.for_recompute or self.recorded
+        return self.current is None and self.used is None and not kept
 
     def take(self, rows: int, topk: int) -> LayerRoutes | None:
         """The routes for this forward or recomputation, once for each; kept as ``used``."""
@@ -107,9 +113,21 @@ class RouterHook:
             default_compute_topk, topk=topk, num_groups=num_groups, group_topk=group_topk
         )
         if self.used is None:
-            return native_topk(scores)
-        with self.clock("time/replay"):
-            return self._replayed(self.used, scores, native_topk)
+            chosen = native_topk(scores)
+        else:
+            with self.clock("time/replay"):
+                chosen = self._replayed(self.used, scores, native_topk)
+        self.record(chosen[1])
+        return chosen
+
+    def record(self, ids: Tensor) -> None:
+        """Keep the ids [M, K] of a forward's experts, if the pass records."""
+        if not self.recording:
+            return
+        is_token = None if self.used is None else self.used.is_token
+        if is_token is None:
+            is_token = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self.recorded.append((ids.to(route_dtype(self.num_experts)), is_token))
 
     def _replayed(
         self, routes: LayerRoutes, scores: Tensor, native_topk: Callable[[Tensor], TopK]
@@ -150,6 +168,19 @@ class Agreement(NamedTuple):
         return self.share / self.rows
 
 
+class Recorded(NamedTuple):
+    """The experts that the routers of one rank used in a pass.
+
+    Args:
+        layers: 0-based global ids of its layers whose routers ran, ascending.
+        routes: [R, l, K] narrow integers on the host, of the routers' rows in the order of a
+            `BatchShard`; None without layers.
+    """
+
+    layers: tuple[int, ...]
+    routes: Tensor | None
+
+
 class ReplayRouters:
     """The routers of one model on this rank.
 
@@ -184,15 +215,19 @@ class ReplayRouters:
         return tuple(hook.layer_id for hook in self.hooks[chunk])
 
     @contextmanager
-    def session(self, counting: bool = False) -> Generator[None]:
+    def session(self, counting: bool = False, recording: bool = False) -> Generator[None]:
         """One pass over a schedule. Leaves no routes behind, whatever happens inside.
+
+        Args:
+            counting: for `agreement`.
+            recording: for `recorded`.
 
         Raises: RuntimeError when a completed pass recomputed less than it kept routes for.
         """
         from megatron.core.tensor_parallel import random
 
         for hook in self._all():
-            hook.start(counting)
+            hook.start(counting, recording)
         try:
             yield
             left = {h.layer_id: len(h.for_recompute) for h in self._all() if h.for_recompute}
@@ -239,6 +274,19 @@ class ReplayRouters:
             each_layer = [None] * len(hooks) if routes is None else routes.of_layers(layers)
         for hook, layer_routes in zip(hooks, each_layer, strict=True):
             hook.current = layer_routes
+
+    def recorded(self) -> Recorded:
+        """The experts that the routers of this rank used in a session that records.
+
+        Syncs: copies them to the host.
+        """
+        hooks = [hook for hook in self._all() if hook.recorded]  # MTP layers may not have run
+        columns: list[Tensor] = []
+        for hook in hooks:
+            ids, is_token = (torch.cat(parts).cpu() for parts in zip(*hook.recorded, strict=True))
+            columns.append(ids[is_token])
+        layers = tuple(hook.layer_id for hook in hooks)
+        return Recorded(layers, torch.stack(columns, 1) if columns else None)
 
     def agreement(self, num_layers: int) -> dict[int, Agreement]:
         """Layer id -> agreement, of each layer that replayed.
@@ -324,6 +372,7 @@ def _route(router: Any, hook: RouterHook) -> None:
                 norm = "softmax"
             scale = config.moe_router_topk_scaling_factor
             ids = _choose(router, scores) if routes is None else routes.ids
+            hook.record(ids)
             probs, routing_map = replay_probs(scores, ids, norm, scale, flat.dtype)
         if config.moe_router_bias_update_rate:  # else nothing reads the load of experts
             router._apply_expert_bias(routing_map, padding_mask=padding_mask)

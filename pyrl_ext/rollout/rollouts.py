@@ -56,7 +56,7 @@ class Rollouts:
             thread_group = topo.make_group("publish", range(topo.world_size))
         self.holders = _holders(plan, topo)
         self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world, thread_group)
-        if plan.replay.enabled and not self.engine.capabilities.routes:
+        if plan.replay.of_engine and not self.engine.capabilities.routes:
             raise ValueError(
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
                 "does. Use replay=off, or an engine and a model with routers"

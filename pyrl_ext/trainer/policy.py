@@ -28,7 +28,7 @@ from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.phases import Offloadable
-from pyrl_ext.replay.router_hook import Agreement
+from pyrl_ext.replay.router_hook import Agreement, Recorded
 from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import TrainedModule
@@ -49,11 +49,13 @@ class Scores:
         logprobs:  [N] fp32 on the host, of each row's target; empty before the last stage.
         entropy:   [N] fp32 on the host, of each row's distribution [nats]; empty as above.
         agreement: layer id -> how far the router agreed with the routes it replayed.
+        recorded:  the experts that this rank's routers used; None: they were not recorded.
     """
 
     logprobs: Tensor
     entropy: Tensor
     agreement: dict[int, Agreement] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
 
 class Policy:
@@ -225,8 +227,12 @@ class Policy:
 
     # passes --------------------------------------------------------------------------------------
 
-    def scores(self, shard: BatchShard, replay: bool = True) -> Scores:
+    def scores(self, shard: BatchShard, replay: bool = True, record: bool = False) -> Scores:
         """Log-prob and entropy of every row of ``shard`` under the current weights.
+
+        Args:
+            replay: routers use the routes in ``shard``; else they choose.
+            record: keep the experts that the routers used.
 
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
@@ -240,12 +246,13 @@ class Policy:
             return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
 
         self._set_training(False)
-        with torch.no_grad(), replay_hooks.session(counting=replay):
+        with torch.no_grad(), replay_hooks.session(replay, record):
             parts = self._run(shard, reduce, replay, forward_only=True)
+            recorded = replay_hooks.recorded() if record else None
             layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
         logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
-        return Scores(logprobs, entropy, agreement)
+        return Scores(logprobs, entropy, agreement, recorded)
 
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
         """[N, 2] values of the rows of a shard; [0, 2] before the last stage.

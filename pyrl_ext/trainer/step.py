@@ -343,9 +343,12 @@ class RolloutStep(Step):
         Returns: the rows with their log-probs and weights, and the policy's scores.
         """
         with phase("time/old_logprobs"):
-            old = self.policy.scores(shard, self.plan.replay.old)
+            replay = self.plan.replay
+            old = self.policy.scores(shard, replay.old, replay.of_trainer)
         if check:
             self._check_batch(shard, old)
+        if old.recorded is not None:
+            shard = shard.with_routes(self.plan.router_layers, *old.recorded)
         self.rollouts.samples_stale()  # before the weights change; the rows are of proved ones
         columns = {"old_logprobs": old.logprobs}
         if self.plan.objective.kl_coef:
@@ -465,7 +468,7 @@ def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[in
     if samples:
         batch = Batch.for_plan(plan, samples, torch.zeros(len(samples)))
     shard, _ = shard_batch(batch, index, schedules, plan, topo)
-    scores = policy.scores(shard, replay=plan.replay.enabled)
+    scores = policy.scores(shard, replay=plan.replay.of_engine)
     gap, counted = gaps(shard, scores.logprobs, int(index.versions[0]))
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo).tolist()
     missed = {layer: 1 - found.fraction for layer, found in scores.agreement.items()}

@@ -119,7 +119,7 @@ def test_compile_plan_reports_all_problems_at_once(tmp_path: Path):
         ("parallel.tp=[", "not YAML"),
         ("parallel.tp='2'", "'2' is text, expected a whole number"),
         ("parallel.tp=3", "3 does not divide num_attention_heads 4"),
-        ("replay=3", "3 is a whole number, expected a mapping of old, reference, train"),
+        ("replay=3", "3 is a whole number, expected a mapping of source, old, reference, train"),
         ("data.task_options={a: 1, a: 2}", "data.task_options.a: repeated"),
         ("log.progress=&a on", "not YAML: anchor, alias or tag"),
     ],

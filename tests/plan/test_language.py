@@ -86,6 +86,9 @@ def test_compile_plan_merges_replay_pass_by_pass(folder: Path):
     assert (replay.old, replay.reference, replay.train) == (False, False, True)
     assert compile_plan(path, ["replay=on"]).replay.old
     assert not compile_plan(path, ["replay=on", "replay.old=off"]).replay.old
+    found = compile_plan(path, ["replay=trainer"]).replay
+    assert (found.source, found.old, found.reference, found.train) == ("trainer", False, True, True)
+    assert found.of_trainer and not found.of_engine
 
 
 def test_compile_plan_places_problems_in_the_file_that_wrote_them(folder: Path):

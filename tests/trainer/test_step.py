@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
@@ -98,6 +99,62 @@ def without_loss_tokens(rollout: RolloutSamples, groups: int) -> RolloutSamples:
         for s in rollout.samples
     ]
     return RolloutSamples(replace(index, loss_tokens=tokens), samples)
+
+
+def maps_of(step: RolloutStep) -> defaultdict[int, list[torch.Tensor]]:
+    """Layer -> the experts [M, E] bool that its router hands to megatron, forward by forward."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    seen: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for chunk in step.policy.llm.chunks:
+        for router in filter(lambda module: isinstance(module, TopKRouter), chunk.modules()):
+
+            def note(module: Any, _args: object, output: Any) -> None:
+                seen[module.layer_number].append(output[1].clone())
+
+            router.register_forward_hook(note)
+    return seen
+
+
+def moved_routes(*overrides: str) -> list[list[int]]:
+    """Of each minibatch: the numbers of rows and layers of this rank, and in how many the update
+    uses other experts than the pass for old log-probs."""
+    small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
+    plan = tiny_plan(*QUICK, *small, "optimizer.lr=3e-2", *overrides)
+    assert plan.batching.minibatches == 2
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        shard = step.batch_of(rollout, clock)
+        assert plan.replay.of_engine or "routes" not in shard.stored
+        seen = maps_of(step)
+        shard, _ = step.score(shard, rollout.index, clock)
+        old = {layer: [*maps] for layer, maps in seen.items()}
+        found = list[list[int]]()
+        first = 0
+        for number, microbatches in enumerate(shard.minibatches):
+            seen.clear()
+            step.policy.update(shard.minibatch(number), step.loss)
+            rows = other = 0
+            for layer, maps in seen.items():
+                scored = old[layer][first : first + microbatches]
+                pairs = zip(maps, scored, strict=True)
+                rows += sum(map(len, maps))
+                other += sum(int((now != then).any(1).sum()) for now, then in pairs)
+            first += microbatches
+            found.append([rows, other])
+        assert all(first == len(maps) for maps in old.values())
+        return found
+
+
+ROUTED = {
+    "dp2 ep2": ("parallel.dp=2", "parallel.ep=2"),
+    "tp2": ("parallel.tp=2",),
+    "cp2": ("parallel.cp=2",),
+    "pp2 vpp2": ("parallel.pp=2", "parallel.vpp=2"),
+    "dynamic": ("parallel.dp=2", "parallel.dynamic_cp=2"),
+}
 
 
 class Skipped(NamedTuple):
@@ -193,9 +250,17 @@ def two_epochs() -> Epochs:
 
 def on_rank(
     group: dist.ProcessGroup,
-) -> tuple[dict[str, str], float, list[list[torch.Tensor]], list[Skipped], Epochs]:
+) -> tuple[
+    dict[str, str],
+    float,
+    list[list[torch.Tensor]],
+    list[Skipped],
+    Epochs,
+    dict[str, list[list[int]]],
+]:
     """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
-    with each kind of head; steps with minibatches without loss tokens; a step of two epochs."""
+    with each kind of head and of replay; steps with minibatches without loss tokens; a step of two
+    epochs; what `moved_routes` found by layout."""
     plan = tiny_plan(*SMALL, *LAYOUT, config=CONFIG)
     clock = Clock()
     with topology.start(plan) as topo:
@@ -215,8 +280,11 @@ def on_rank(
         few = step.batch_of(first_sample(rollout, topo.rank), clock, minibatches=1)
         alone = step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
     small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
-    heads = [ratios(*small), ratios(*small, "logprob.head=logits")]
-    return told, alone, heads, skips(), two_epochs()
+    heads = [ratios(*small, each) for each in ("logprob.head=logits", "replay=trainer")]
+    heads.append(ratios(*small))
+    moved = {name: moved_routes("replay=trainer", *layout) for name, layout in ROUTED.items()}
+    moved["off"] = moved_routes("replay=off", *ROUTED["dp2 ep2"])
+    return told, alone, heads, skips(), two_epochs(), moved
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +301,18 @@ def test_score_of_a_first_minibatch_is_its_current_logprobs_to_the_last_bit(rank
             assert second.abs().max() > 1e-3
 
 
+def test_update_replays_the_routes_of_the_pass_for_old_log_probs(ranks):
+    """Under every layout, padding included, also after the first minibatch moved the weights."""
+    moved = [found for *_, found in ranks]
+    for name in ROUTED:
+        assert all(rows > 50 for found in moved for rows, _ in found[name]), name
+        assert [[other for _, other in found[name]] for found in moved] == [[0, 0]] * 2, name
+    for (_, first), (_, second) in (found["off"] for found in moved):
+        assert first == 0 and second > 5
+
+
 def test_update_skips_minibatches_without_loss_tokens(ranks):
-    for whole, half, none in (skipped for *_, skipped, _ in ranks):
+    for whole, half, none in (skipped for *_, skipped, _, _ in ranks):
         assert [each.updates for each in (whole, half, none)] == [2, 1, 0]
         assert [each.moved for each in (whole, half, none)] == [True, True, False]
         assert [each.metrics["policy/skipped_updates"] for each in (whole, half, none)] == [0, 1, 2]
@@ -246,7 +324,7 @@ def test_update_skips_minibatches_without_loss_tokens(ranks):
 
 def test_update_passes_over_the_minibatches_once_an_epoch(ranks):
     """Old log-probs stay those of before the step: only its very first update has ratios of 1."""
-    both = [epochs for *_, epochs in ranks]
+    both = [epochs for *_, epochs, _ in ranks]
     first, *later = [torch.cat(each) for each in zip(*(x.ratios for x in both), strict=True)]
     assert len(first) > 10 and not first.any()
     assert len(later) == 3 and all(each.abs().max() > 1e-3 for each in later)
@@ -257,7 +335,7 @@ def test_update_passes_over_the_minibatches_once_an_epoch(ranks):
 
 
 def test_score_refreshes_the_reference_before_its_log_probs(ranks):
-    for before, after in (epochs.gaps for *_, epochs in ranks):
+    for before, after in (epochs.gaps for *_, epochs, _ in ranks):
         assert before > 1e-3 and after == 0
 
 

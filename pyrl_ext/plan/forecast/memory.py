@@ -216,6 +216,8 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     why = f"of {len(local)} layers and this rank's share of {load.tokens:,} tokens"
     name = "routes of the batch"
     yield Item(name, held, MEMORY_PHASES[1:], why, host=True, exact=ranks == 1)
+    if replay.of_trainer:
+        yield Item("recorded routes", held, PASSES[:1], f"{why}, until the pass ends", exact=False)
     rows = -(-load.rows // plan.parallel.tp)
     sent = a_layer * (max(local) + 1 - min(local)) + 9
     used = (replay.old or replay.reference, replay.train)

@@ -190,12 +190,15 @@ def _how_to_resume(path: str) -> str:
 
 
 def _spread_short_forms(source: Source) -> None:
-    """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss,
-    `objective: dapo` for that preset, `model: folder` for `model.path`, and that for what is in its
-    folder."""
+    """`replay: off` and `replay: on` stand for all three passes, `replay: trainer` for the two that
+    replay the trainer's routes, `objective: sft` for its loss, `objective: dapo` for that preset,
+    `model: folder` for `model.path`, and that for what is in its folder."""
     tree = source.tree
-    if isinstance(on := tree.get("replay"), bool):
-        tree["replay"] = {"old": on, "reference": on, "train": on}
+    on = tree.get("replay")
+    if isinstance(on, bool):
+        tree["replay"] = {"source": "engine", "old": on, "reference": on, "train": on}
+    elif on == "trainer":
+        tree["replay"] = {"source": "trainer", "old": False, "reference": True, "train": True}
     if isinstance(name := tree.get("objective"), str):
         tree["objective"] = {"loss" if name == "sft" or ":" in name else "preset": name}
     model = tree.get("model")

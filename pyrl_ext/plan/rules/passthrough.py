@@ -95,7 +95,7 @@ def _engine_problem(plan: Plan, name: str) -> str | None:
         return f"expected it unset; the trainer reads only {key}. Set that key instead"
     if reason := _reason(groups, name):
         return f"expected it left out; {reason}"
-    if name in groups["without_routes"] and plan.replay.enabled:
+    if name in groups["without_routes"] and plan.replay.of_engine:
         return "expected it left out with replay on; vLLM returns no routes with it"
     return None
 

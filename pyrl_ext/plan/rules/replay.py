@@ -11,15 +11,35 @@ from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
 @rule("replay")
 def replay_needs_routers(plan: Plan) -> Found:
+    shown = plan.replay.summary
     if plan.replay.enabled and not plan.router_layers:
-        return f"on, expected a model with routers {in_config(plan)}. Use replay: off"
+        return f"{shown}, expected a model with routers {in_config(plan)}. Use replay: off"
+
+
+@rule("replay")
+def routes_of_the_trainer_come_from_the_old_pass(plan: Plan) -> Found:
+    replay = plan.replay
+    if replay.source == "engine":
+        return
+    if replay.old:
+        yield (
+            "old",
+            "on with source trainer, expected off; its routers choose the experts that the later "
+            "passes replay. Use replay: trainer",
+        )
+    if not replay.train:
+        yield (
+            "train",
+            "off with source trainer, expected on; no update would replay the recorded routes. Use "
+            "replay: trainer, or replay: off",
+        )
 
 
 @rule("rollout.path")
 def recorded_routes_are_of_this_model(plan: Plan) -> Found:
     """Checks the first file; the others are looked at when they are read."""
     path = plan.recorded_path
-    if not (plan.replay.enabled and plan.rollout.engine == "recorded" and path):
+    if not (plan.replay.of_engine and plan.rollout.engine == "recorded" and path):
         return None
     first = min(Path(path).glob("*.safetensors"), default=Path(path))
     if (shapes := _shapes(first)) is None:

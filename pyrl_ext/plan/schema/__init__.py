@@ -191,8 +191,11 @@ class Rollout(Servers):
 
 
 class Replay(Section):
-    """The passes in which the trainer's routers use the experts that the engine chose."""
+    """The passes in which the trainer's routers use experts that were chosen before."""
 
+    source: Literal["engine", "trainer"] = "engine"
+    """who chose them: the engine (R3), or the trainer's routers in the pass for old log-probs (R2),
+    which then replays nothing"""
     old: bool = True
     """in the forward pass for the log-probs before the update"""
     reference: bool = True
@@ -202,8 +205,24 @@ class Replay(Section):
 
     @property
     def enabled(self) -> bool:
-        """True if any pass replays, so that the engine must return routes."""
+        """True if any pass replays."""
         return self.old or self.reference or self.train
+
+    @property
+    def summary(self) -> str:
+        """As short as it can be written."""
+        on = "on" if self.source == "engine" else "trainer"
+        return on if self.enabled else "off"
+
+    @property
+    def of_engine(self) -> bool:
+        """True if any pass replays the engine's routes, so that it must return them."""
+        return self.enabled and self.source == "engine"
+
+    @property
+    def of_trainer(self) -> bool:
+        """True if the pass for old log-probs records routes that later passes replay."""
+        return self.enabled and self.source == "trainer"
 
 
 class Optimizer(Section):

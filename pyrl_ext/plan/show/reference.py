@@ -116,7 +116,8 @@ def schema() -> str:
         section.pop("required", None)
         for field in section.get("properties", {}).values():
             _accept_sizes(field)
-    tree["properties"]["replay"] = {"anyOf": [tree["properties"]["replay"], {"type": "boolean"}]}
+    short = [{"type": "boolean"}, {"const": "trainer"}]
+    tree["properties"]["replay"] = {"anyOf": [tree["properties"]["replay"], *short]}
     names = {"type": "array", "items": {"type": "string"}}
     extends = {"anyOf": [{"type": ["string", "null"]}, names], "description": EXTENDS}
     tree["properties"]["extends"] = extends

@@ -80,7 +80,7 @@ class Folder:
             parts += [
                 f"{plan.objective.loss}, {plan.objective.advantage}",
                 f"engine {plan.rollout.engine}",
-                f"replay {'on' if plan.replay.enabled else 'off'}",
+                f"replay {plan.replay.summary}",
             ]
         data = plan.data
         source = Path(data.task or data.prompts or data.path or "").name
