@@ -5,7 +5,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks import replay_language
+from benchmarks.replay_language import SHOWN
 from benchmarks.upcycle import upcycle
+from pyrl_ext.parallel import topology
 from tests.helpers.models import (
     LLAMA,
     QWEN3_SMALL,
@@ -15,7 +18,7 @@ from tests.helpers.models import (
     policy_like_transformers,
     write_model,
 )
-from tests.helpers.tiny import random_batch
+from tests.helpers.tiny import QUICK, random_batch
 
 DENSE = {"llama": LLAMA, "smollm": SMOLLM}  # the second shares embeddings and LM head
 
@@ -54,6 +57,30 @@ def test_upcycle_draws_noise_and_routers_from_the_seed(tmp_path):
     factors = torch.stack(experts) / up - 1
     assert factors.std().item() == pytest.approx(0.01, rel=0.05)
     assert abs(torch.corrcoef(factors[:2].flatten(1))[0, 1].item()) < 0.1
+
+
+def test_agreement_of_counts_shared_experts():
+    ours = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [1, 0]]])
+    theirs = torch.tensor([[[1, 0], [3, 4]], [[4, 5], [2, 3]]])
+    found = replay_language.agreement_of(ours, theirs)
+    assert found == {"route/agree_topk": 0.625, "route/exact_set": 0.5}
+
+
+@pytest.mark.multiprocess
+def test_replay_language_scores_the_same_answers_three_times(tmp_path):
+    """The trainer's own routes change nothing, to the last bit; the engine's do, in bf16."""
+    write_model(tmp_path / "dense", SMOLLM)
+    sparse = tmp_path / "sparse"
+    upcycle(tmp_path / "dense", sparse, experts=8, topk=2, noise=0.3, seed=0)
+    plan = plan_of(sparse, *QUICK, "model.dtype=bfloat16", f"run={tmp_path}/run")
+    with topology.start(plan) as topo:
+        tokens, found = replay_language.measured(plan, topo)
+    off, trainer, engine = found.values()
+    assert 0 < tokens <= 16 * 6
+    assert off.items() <= trainer.items()
+    assert off["mismatch/k3"] > 0 and engine["mismatch/k3"] > 0
+    assert off["route/agree_topk"] > 0.8 and engine["route/agree_topk"] > 0.8
+    assert set(SHOWN) <= off.keys() & engine.keys()
 
 
 def test_upcycle_refuses_what_has_no_sparse_form(tmp_path):
