@@ -20,18 +20,20 @@ CONFIG = """\
 # SmolLM2-135M-Instruct learns to answer sums and differences of two numbers, on a CPU.
 device: cpu
 threads: 2
-steps: 40
+steps: 25
 model: {path: hf}
 batching: {prompts: 8, samples_per_prompt: 8, tokens_per_microbatch: 2048}
 rollout: {max_new_tokens: 16}
-optimizer: {lr: 2e-5, schedule: linear, min_lr: 2e-6}
+optimizer: {lr: 2e-5}
 data:
   task: reasoning_gym:chain_sum
   task_options: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}
+  reward: number_match  # the last number of a response; one that is near earns a part
   chat: true
+  system_prompt: You are a calculator.
   max_prompt_tokens: 96
-evaluate: {every: 10, prompts: 64}
-checkpoint: {every: 20}
+evaluate: {every: 5, prompts: 64}
+checkpoint: {every: 5}
 """
 
 

@@ -12,7 +12,7 @@ from pyrl_ext.data.chat import Chat, check_known, encoded
 from pyrl_ext.data.chat_turns import check_template
 from pyrl_ext.data.dataset_rows import open_data
 from pyrl_ext.data.environment import EnvironmentHost
-from pyrl_ext.data.files import Broken, open_records
+from pyrl_ext.data.files import Broken, cut, open_records
 from pyrl_ext.data.gym_task import GymTask
 from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.mixed_prompts import MixedPrompts, Prompts
@@ -273,7 +273,8 @@ class _Builder:
     def _gym_task(
         self, keys: PromptKeys, task: str, stream: str, key: str
     ) -> tuple[GymTask, AnyReward]:
-        """The prompts of a task of reasoning-gym, which its own scorers score in a worker."""
+        """The prompts of a task of reasoning-gym, and their reward: without one in the config, the
+        task's scorer, in a worker."""
         chat = _chat(keys)
 
         def encode(question: str) -> list[int]:
@@ -287,8 +288,16 @@ class _Builder:
 
         limit = self.plan.data.max_prompt_tokens
         prompts = GymTask(task, encode, limit, self.plan.seed, keys.task_options, stream, key)
-        prompts.take(0, 1)  # what does not work fails now
-        return prompts, self._reward("pyrl_ext.data.gym_task:score")
+        [first] = prompts.take(0, 1)  # what does not work fails now
+        reward = self._reward(keys.reward or "pyrl_ext.data.gym_task:score")
+        rule = getattr(reward, "answer_rule", None)
+        if rule is not None and not rule[1](first.answer):
+            raise ValueError(
+                f"{key}.reward: {keys.reward}, expected a reward that takes the answers of {task}, "
+                f"such as {cut(first.answer)}; it compares with {rule[0]}. Leave it out for the "
+                "task's scorer"
+            )
+        return prompts, reward
 
     def _task(self, keys: PromptKeys, name: str, stream: str, key: str) -> Task | Pictures:
         options = dict(keys.task_options)

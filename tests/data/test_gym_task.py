@@ -15,6 +15,7 @@ import reasoning_gym
 from pyrl_ext.data import gym_task
 from pyrl_ext.data.gym_task import GymTask, is_harmless, score
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.data.rewards import number_match
 from pyrl_ext.plan.gym_tasks import gym_dataset
 from tests.helpers.configs import CONFIGS
 from tests.helpers.tiny import tiny_plan
@@ -193,3 +194,20 @@ def test_build_source_of_a_task_scores_in_a_worker_and_renders_a_chat():
         assert prompt.text in text
     finally:
         source.close()
+
+
+@pytest.mark.parametrize(("name", "takes"), [("chain_sum", True), ("spell_backward", False)])
+def test_a_reward_takes_the_place_of_the_scorer_if_it_takes_the_answers(name: str, takes: bool):
+    plan = tiny_plan(
+        f"data.task=reasoning_gym:{name}",
+        "data.task_options={}",
+        "data.reward=number_match",
+        "data.max_prompt_tokens=400",
+        f"model.tokenizer={CONFIGS / 'tiny'}",
+    )
+    if takes:
+        assert build_source(plan).reward is number_match
+        return
+    message = r"data.reward: number_match, expected a reward that takes the answers of .*:spell"
+    with pytest.raises(ValueError, match=message):
+        build_source(plan)

@@ -10,7 +10,13 @@ import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import (
+    Distribution,
+    DistributionFinder,
+    PackageNotFoundError,
+    packages_distributions,
+    requires,
+)
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +27,22 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class DeclaredFinder:
-    """The import system's finder of installed modules, which does not find those in ``hidden``."""
+    """The import system's finder of installed modules, which does not find those in ``hidden``.
 
-    def __init__(self, hidden: Iterable[str]):
+    Nor does it find the versions of other distributions than ``brought``: megatron-core imports a
+    package if it has a version.
+    """
+
+    def __init__(self, hidden: Iterable[str], brought: Iterable[str]):
         self.hidden = frozenset(hidden)
-        self.find_distributions = PathFinder.find_distributions
+        self.brought = frozenset(brought)
         self.invalidate_caches = PathFinder.invalidate_caches
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> list[Distribution]:
+        found = PathFinder.find_distributions(context or DistributionFinder.Context())
+        return [each for each in found if canonicalize_name(each.name) in self.brought]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -76,9 +92,11 @@ def hide_undeclared() -> set[str]:
     Returns: the names of those that are installed.
     """
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    hidden = undeclared([*project["dependencies"], project["name"]])
+    declared = [*project["dependencies"], project["name"]]
+    hidden = undeclared(declared)
     place = sys.meta_path.index(PathFinder)
-    sys.meta_path[place] = DeclaredFinder(hidden)  # type: ignore[call-overload]
+    finder = DeclaredFinder(hidden, brought_by(declared))
+    sys.meta_path[place] = finder  # type: ignore[call-overload]
     return hidden
 
 

@@ -87,6 +87,7 @@ def step(policy):
 def add_reference(policy):
     """A frozen copy with the initial weights, which checkpoints of ``policy`` hold too."""
     policy.reference = Policy.build(policy.plan, policy.topo, trainable=False)
+    return policy.reference
 
 
 def go_on(folder, name):
@@ -127,8 +128,7 @@ def never_stopped(folder):
             for updates in range(1, 6):
                 steps[updates] = step(policy)
                 if updates == 1:
-                    add_reference(policy)
-                    policy.reference.take_weights(policy)
+                    add_reference(policy).take_weights(policy)
                 if updates == 2:
                     policy.save(folder / name)
         found[kept] = steps

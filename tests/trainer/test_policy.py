@@ -152,8 +152,9 @@ def test_accumulate_has_one_loss_scale_for_every_split(ranks, layout):
 
 def run_frozen(folder, line=""):
     overrides = parity._layouts(line, "qwen")[0].overrides if line else ()
-    plans = [compiled("qwen", folder, (*more, *overrides)) for more in ((FREEZE,), ())]
-    return frozen_run(*plans, folder / f"frozen {line}")
+    freezes = compiled("qwen", folder, (FREEZE, *overrides))
+    trains = compiled("qwen", folder, overrides)
+    return frozen_run(freezes, trains, folder / f"frozen {line}")
 
 
 @pytest.mark.parametrize("layout", ["one process", *FROZEN])

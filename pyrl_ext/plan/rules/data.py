@@ -107,7 +107,10 @@ def prompts_need_a_reward(plan: Plan) -> Found:
 def a_task_is_complete(plan: Plan) -> Found:
     for name, keys in plan.prompt_keys.items():
         where = f"data.{name}"
-        extra = [key for key in ("reward", "eval_prompts") if getattr(keys, key) is not None]
+        brings = ["reward", "eval_prompts"]
+        if keys.task is not None and is_gym_task(keys.task):
+            brings = ["eval_prompts"]  # a reward takes the place of the package's scorer
+        extra = [key for key in brings if getattr(keys, key) is not None]
         if keys.task is not None and keys.prompts is None and extra:
             yield (
                 f"{name}task",

@@ -297,7 +297,8 @@ class PromptKeys(Section):
     system_prompt: Text | None = None
     """system message before it, with chat; null: none"""
     reward: Reward | None = None
-    """module:function that scores a response, or exact_match, number_match or math_verify"""
+    """module:function that scores a response, or exact_match, number_match or math_verify; null
+    with a task: the task's own"""
 
 
 class SourceKeys(PromptKeys):
