@@ -11,7 +11,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help build demo demo-vl demo-lora demo-async check test test-fast test-slow test-vllm test-te \
+.PHONY: help build demo demo-vl demo-lora demo-async demo-smollm check test test-fast test-slow test-vllm test-te \
         parity bench gpu docs
 
 help:  ## print this list
@@ -62,6 +62,11 @@ demo-async: build  ## train with a remote engine, one step ahead of the trainer,
 	@set -- configs/examples/asynchronous.yaml rollout.launch.port=$(PORT) steps=$(STEPS) run=runs/tiny_async-$(SEED) resume=never; \
 	$(BIN)/python -m pyrl_ext.train.serve "$$@" & served=$$!; trap "kill $$served; wait $$served || true" EXIT; \
 	$(BIN)/python -m pyrl_ext.train "$$@"
+
+demo-smollm: STEPS = 25
+demo-smollm: build  ## train a pretrained SmolLM2-135M on sums (10 min; needs 1 GB of disk, 6 GiB of memory)
+	$(BIN)/python -m benchmarks.smollm build/smollm
+	$(BIN)/python -m pyrl_ext.train build/smollm/run.yaml seed=$(SEED) run=runs/smollm-$(SEED) steps=$(STEPS)
 
 check: build  ## formatter, linter, types (2 min)
 	$(BIN)/ruff format --check .

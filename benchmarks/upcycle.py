@@ -21,6 +21,7 @@ from torch import Tensor
 from pyrl_ext.models.weight_table import stream_of
 
 PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+INITIALIZER_RANGE = 0.02
 LEFT_OUT = ("model_type", "architectures", "mlp_bias", "pretraining_tp", "_model_name_or_path")
 
 
@@ -57,11 +58,22 @@ def upcycle(dense: Path, sparse: Path, experts: int, topk: int, noise: float, se
         raise ValueError(f"{dense}/config.json: expected model_type llama, without biases")
     if not 1 <= topk <= experts:
         raise ValueError(f"--top-k {topk}, expected 1 to {experts}, the experts of a layer")
+    if dense.resolve() == sparse.resolve():
+        raise ValueError(f"{sparse}, expected another folder than that of the dense model")
     sparse.mkdir(parents=True, exist_ok=True)
     for file in dense.iterdir():
-        if ".safetensors" not in file.name:
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model"):
             shutil.copy(file, sparse)  # the tokenizer; the config is written below
-    kept = {name: value for name, value in config.items() if name not in LEFT_OUT}
+    # what transformers' Llama has where its config does not say it; Mixtral's differ
+    usual = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "rms_norm_eps": 1e-6,
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": False,
+    }
+    if "rope_parameters" not in config:
+        usual["rope_theta"] = 10000.0
+    kept = usual | {name: value for name, value in config.items() if name not in LEFT_OUT}
     of_experts = {"num_local_experts": experts, "num_experts_per_tok": topk, "sliding_window": None}
     names = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     written = json.dumps(names | kept | of_experts, indent=2) + "\n"
@@ -87,7 +99,7 @@ def sparse_tensors(
                 own = f"{layer}.block_sparse_moe.experts.{expert}.{projection}.weight"
                 factor = 1 + noise * torch.randn(tensor.shape, generator=stream_of(own, seed))
                 found[own] = (tensor * factor).to(tensor.dtype)
-    std = config["initializer_range"]
+    std = config.get("initializer_range", INITIALIZER_RANGE)
     for layer in range(config["num_hidden_layers"]):
         router = f"model.layers.{layer}.block_sparse_moe.gate.weight"
         values = torch.randn(experts, config["hidden_size"], generator=stream_of(router, seed))

@@ -39,9 +39,9 @@ class MixedPrompts:
     """
 
     def __init__(self, sources: Mapping[str, Prompts], weights: Mapping[str, float], seed: int = 0):
-        self.sources = sources
+        self.sources = dict(sorted(sources.items()))  # a config may list them in another order
         self.seed = seed
-        self._shares = Shares(weights)
+        self._shares = Shares({name: weights[name] for name in self.sources})
 
     def take(self, step: int, n: int, first: int | None = None) -> list[Prompt]:
         """See `Prompts.take`; sources are shuffled, so that engines and minibatches get all."""

@@ -319,7 +319,7 @@ def _places(part: Any, models: dict) -> list[tuple[Any, Tensor, int]]:
 
 def _step(part: Any) -> int:
     """Finished steps: torch's AdamW counts them per parameter, fused optimizers per group. Muon
-    does not, but there are vectors on every rank, which AdamW steps."""
+    counts none and needs none: 0 where it steps all that is trained."""
     inner = part.optimizer
     return int(max(c.get("step", 0) for c in (*inner.state.values(), *inner.param_groups)))
 

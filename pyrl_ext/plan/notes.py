@@ -80,7 +80,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     found += _adapters(plan)
     found += _images(plan)
     for name, keys in plan.prompt_keys.items():
-        if keys.prompts and keys.eval_prompts is None:
+        if keys.prompts and keys.eval_prompts is None and keys.eval_split is None:
             found.append(
                 f"data.{name}eval_prompts is null: every eighth of data.{name}prompts is held out "
                 "instead"

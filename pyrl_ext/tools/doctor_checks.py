@@ -128,15 +128,16 @@ def _run_folder(plan: Plan) -> Iterator[Check]:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """About the bytes of one checkpoint: weights, those of a reference that is refreshed, and the
-    optimizer's float32 state, no encoders.
+    optimizer's float32 state of what is trained, no encoders.
 
-    Adapters are saved alone.
+    Adapters are saved alone, frozen weights with the others.
     """
     trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
     weight = plan.weight_bytes
+    every = parameters(plan.sizes).total
+    saved = max(trained, every if plan.lora is None else 0)
     copies = bool(plan.checkpoint.hf) + bool(plan.objective.reference_refresh)
-    whole = copies * weight * parameters(plan.sizes).total
-    return trained * (weight + 12) + whole  # the optimizer's weights and two moments
+    return trained * 12 + weight * (saved + copies * every)  # 12: its weights and two moments
 
 
 def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:

@@ -23,6 +23,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import ConfigError, Difference, Plan
 from pyrl_ext.plan.changes import FILE, PlanChange, read_changes
 from pyrl_ext.plan.language.errors import Problem
+from pyrl_ext.plan.model.freeze import ROUTER_BIAS
 from pyrl_ext.rollout.recorded import Recorder, save_scores
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import REFERENCE, Policy, Scores
@@ -91,7 +92,9 @@ class RunFolder:
             problems += [
                 f"{source} holds another model, expected the same; {each}" for each in differences
             ]
-            if not differences and (thawed := sorted(saved.frozen - self.plan.frozen)):
+            thawed = sorted(saved.frozen - self.plan.frozen)
+            thawed = [name for name in thawed if not name.endswith(ROUTER_BIAS)]  # has no state
+            if not differences and thawed:
                 problems.append(
                     f"{source} is of a run with model.freeze {saved.model.freeze}, expected it to "
                     f"have trained all that this run trains; it has no optimizer state of "
@@ -173,6 +176,13 @@ class RunFolder:
         self._announce_reference(newest, step)
         saved = Plan.read(newest / checkpoint.PLAN)
         schedule = self.plan.optimizer.schedule
+        shares = {name: source.weight for name, source in self.plan.data.sources.items()}
+        if shares != {name: source.weight for name, source in saved.data.sources.items()}:
+            print(
+                "data.sources have other names or weights than when the checkpoint was written: "
+                "prompts of a source may be skipped or repeated",
+                flush=True,
+            )
         if schedule != "constant" and saved.steps != self.plan.steps:
             print(
                 f"the {schedule} schedule ends at step {self.plan.steps} now, at {saved.steps} "

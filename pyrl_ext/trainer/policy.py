@@ -204,8 +204,11 @@ class Policy:
         saved stays as it is."""
         self.need()
         counters = checkpoint.load(folder, self._saved(), self.plan, self.topo)
+        saved = Plan.read(folder / checkpoint.PLAN)
         self.step = counters["step"]
-        self.updates = counters["updates"]
+        # the place in the schedule of the learning rate, if a step has other updates now
+        now = self.plan.batching.updates
+        self.updates = counters["updates"] * now // saved.batching.updates
         for name, starts in counters.get("level_starts", {}).items():
             if name in self.level_starts:
                 self.level_starts[name][:] = starts

@@ -203,10 +203,12 @@ def test_a_reward_takes_the_place_of_the_scorer_if_it_takes_the_answers(name: st
         "data.task_options={}",
         "data.reward=number_match",
         "data.max_prompt_tokens=400",
+        "evaluate.sets={sums: {file: data/arithmetic_eval.jsonl}}",
         f"model.tokenizer={CONFIGS / 'tiny'}",
     )
     if takes:
-        assert build_source(plan).reward is number_match
+        source = build_source(plan)
+        assert source.reward is source.sets["sums"].reward is number_match
         return
     message = r"data.reward: number_match, expected a reward that takes the answers of .*:spell"
     with pytest.raises(ValueError, match=message):

@@ -90,6 +90,17 @@ def test_take_is_a_function_of_the_step_whatever_was_taken_before():
     assert mix(seed=4).take(3, 8) != steps[3]
 
 
+def test_sources_have_the_same_prompts_in_whichever_order_a_config_lists_them():
+    weights = {"one": 1, "two": 1, "three": 1}
+    sources = {name: lines(name, 20) for name in weights}
+    turned = dict(reversed(sources.items()))
+    first = MixedPrompts(sources, weights)
+    second = MixedPrompts(turned, dict(reversed(weights.items())))
+    for step in range(3):
+        assert first.take(step, 4) == second.take(step, 4)
+    assert first.held_out(4) == second.held_out(4)
+
+
 def test_take_goes_through_each_source_by_its_weight():
     """15 prompts are 8, 5 and 2 of them: five steps are an epoch of both files."""
     prompts = mix()
@@ -127,7 +138,7 @@ def test_held_out_has_of_each_source_its_share():
     assert Counter(p.source for p in held_out) == {"first": 6, "second": 5, "numbers": 2}
     trained = {p.text for step in range(9) for p in prompts.take(step, 15)}
     assert trained.isdisjoint(p.text for p in held_out)
-    assert by_source(held_out)["second"] == [-7, -8, -9, -10, -11]
+    assert by_source(held_out)["second"] == [-9, -10, -11, -12, -13]
     assert by_source(lines("alone", 9).held_out(3)) == {}
 
 

@@ -1,5 +1,7 @@
 """benchmarks.upcycle: a dense model as a sparse one, by transformers and by the trainer."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,6 +39,23 @@ def test_upcycle_without_noise_keeps_the_log_probs(tmp_path, name):
     plan = plan_of(sparse)
     assert plan.sizes.num_experts == 6 and plan.sizes.topk == 2
     policy_like_transformers(sparse, plan, theirs, batch)
+
+
+def test_upcycle_writes_what_a_config_leaves_to_llama(tmp_path):
+    """Mixtral's defaults are others."""
+    write_model(tmp_path / "dense", LLAMA)
+    file = tmp_path / "dense/config.json"
+    config = json.loads(file.read_text())
+    heads = config["num_attention_heads"]
+    for name in ("num_key_value_heads", "rope_parameters", "rope_theta", "initializer_range"):
+        config.pop(name, None)
+    file.write_text(json.dumps(config))
+    (tmp_path / "dense/.cache").mkdir()
+    upcycle(tmp_path / "dense", tmp_path / "sparse", experts=4, topk=2, noise=0.0, seed=1)
+    written = json.loads((tmp_path / "sparse/config.json").read_text())
+    assert (written["rope_theta"], written["num_key_value_heads"]) == (10000.0, heads)
+    with pytest.raises(ValueError, match="expected another folder"):
+        upcycle(tmp_path / "dense", tmp_path / "dense", experts=4, topk=2, noise=0.0, seed=1)
 
 
 def test_upcycle_draws_noise_and_routers_from_the_seed(tmp_path):

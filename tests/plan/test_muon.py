@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.fits import fits
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.muon import muon_flops
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers.plan_pages import glm47, time_of
 from tests.helpers.tiny import tiny_plan
@@ -68,3 +71,18 @@ def test_fits_does_not_advise_what_muon_refuses():
     muon = fits(glm47(*options, "optimizer.name=muon").model_copy(update=small))
     assert adamw and "optimizer.distributed: true" in adamw
     assert muon and "optimizer.distributed" not in muon
+
+
+def test_forecast_of_frozen_matrices_has_no_update():
+    """Their state is no part of the optimizer's, and nothing is made orthogonal for them."""
+    every = tiny_plan(*MUON)
+    experts = tiny_plan(*MUON, "model.freeze=['*.mlp.experts.*']")
+    adamw = tiny_plan("optimizer.distributed=false", "model.freeze=['*.mlp.experts.*']")
+    assert 0 < muon_flops(experts, 0) < muon_flops(every, 0)
+    assert 0 < optimizer_bytes(experts) < min(optimizer_bytes(every), optimizer_bytes(adamw))
+
+
+def optimizer_bytes(plan: Plan) -> float:
+    (stage,) = stage_memory(plan)
+    (item,) = [item for item in stage.items if item.name == "optimizer"]
+    return item.bytes

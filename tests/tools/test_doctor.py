@@ -17,6 +17,7 @@ import pytest
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.parameters import trained_of_stage
 from pyrl_ext.plan.model.counts import parameters as count_of
 from pyrl_ext.tools.doctor import Facts, features, main, read_facts
 from pyrl_ext.tools.doctor_checks import check_plan, checkpoint_bytes
@@ -188,6 +189,9 @@ def test_checks_want_room_for_the_checkpoints_that_are_kept(here: Facts, tmp_pat
     plan = compile_plan(ROOT / "configs/glm47.yaml", often)
     # bfloat16, with three float32 numbers next to it
     assert checkpoint_bytes(plan) == 14 * count_of(plan.sizes).total
+    frozen = compile_plan(ROOT / "configs/glm47.yaml", [*often, "model.freeze=['*.experts.*']"])
+    trained = trained_of_stage(frozen, 0).total
+    assert checkpoint_bytes(frozen) == 2 * count_of(plan.sizes).total + 12 * trained
     found = problems(plan, here)["disk"]
     assert "expected about 76.25 TiB: 200 checkpoints of 390.4 GiB. Lower" in found
     for step in range(199):

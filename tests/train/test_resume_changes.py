@@ -98,6 +98,14 @@ def test_resume_follows_the_advice_of_troubleshooting(two, capsys):
     assert lr[:2] == [0.003] * 2 and lr[2] == lr[3] < 0.003
 
 
+def test_resume_keeps_its_place_in_the_schedule_with_other_epochs(two):
+    """Two steps of two updates each are as far as two of four."""
+    epochs = ("batching.epochs=2", "--allow", "batching.epochs")
+    assert run(two, "steps=3", *epochs) == 0
+    counters = json.loads((two / "checkpoints/step-3/counters.json").read_bytes())
+    assert (counters["step"], counters["updates"]) == (3, 12)
+
+
 # Starting from another run -----------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def _matrices(plan: Plan, stage: int) -> Iterator[tuple[Weight, int]]:
         held.update(range(behind, behind + chunk.mtp))
     for row in sizes.weights(plan.num_mtp_layers):
         place = _LAYER.match(row.megatron_name)
-        if place is None or len(row.shapes[0]) != 2:
+        if place is None or len(row.shapes[0]) != 2 or row.megatron_name in plan.frozen:
             continue
         layer = int(place[2]) + (behind if place[1] == "mtp" else 0)
         if layer not in held:

@@ -18,9 +18,18 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def names_matched(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """Those of ``names`` that a pattern matches; quick for thousands of whole names too."""
+    given = set(patterns)
+    wild = {pattern for pattern in given if set(pattern) & set("*?[")}
+    whole = given - wild
+    return {name for name in names if name in whole or is_named(name, wild)}
+
+
 def frozen_rows(table: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
     """The rows of which ``patterns`` name a checkpoint tensor."""
-    return [row for row in table if any(is_named(name, patterns) for name in row.hf_names)]
+    found = names_matched((name for row in table for name in row.hf_names), patterns)
+    return [row for row in table if not found.isdisjoint(row.hf_names)]
 
 
 def every_layer(name: str) -> str:

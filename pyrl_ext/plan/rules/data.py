@@ -178,6 +178,12 @@ def levels_are_of_a_task(plan: Plan) -> Found:
 def the_task_takes_the_options_of_its_levels(plan: Plan) -> Found:
     for name, source in plan.data.sources.items():
         for number, level in enumerate(source.levels, start=1):
+            if "held_out" in level:
+                yield (
+                    f"{name}.levels",
+                    f"level {number}: held_out {show(level['held_out'])}, expected it in "
+                    f"task_options; other levels would train on what this one holds out",
+                )
             for problem in _option_problems(source.task, source.task_options | level):
                 text = problem if isinstance(problem, str) else f"{problem[0]}: {problem[1]}"
                 yield f"{name}.levels", f"level {number}: {text}"
@@ -204,9 +210,16 @@ def a_split_is_of_a_dataset(plan: Plan) -> Found:
             yield f"{name}eval_split", f"{keys.eval_split}, {rule}"
 
 
+def _rendered_by(plan: Plan) -> Mapping[str, PromptKeys]:
+    """`Plan.prompt_keys`, and those of data itself where sets of held-out prompts read them."""
+    if plan.data.sources and plan.evaluate.sets:
+        return {**plan.prompt_keys, "": plan.data}
+    return plan.prompt_keys
+
+
 @rule("data")
 def a_system_prompt_is_of_a_chat(plan: Plan) -> Found:
-    for name, keys in plan.prompt_keys.items():
+    for name, keys in _rendered_by(plan).items():
         if keys.system_prompt is not None and not keys.chat:
             chat = f"data.{name}chat"
             yield (
@@ -317,7 +330,7 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
         path = _readable(plan, file)
         if why is None and path is not None and (where := _first_messages(path)):
             why = f"{where} holds messages"
-    for name, keys in plan.prompt_keys.items():
+    for name, keys in _rendered_by(plan).items():
         if keys.chat:
             why = f"data.{name}chat is true"
     if plan.turns.environment in ("messages", "tools"):

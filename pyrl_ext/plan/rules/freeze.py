@@ -6,7 +6,7 @@ import difflib
 from collections import defaultdict
 
 from pyrl_ext.plan.model.families.vision import VisionLanguage
-from pyrl_ext.plan.model.freeze import ROUTER_BIAS, every_layer, is_named
+from pyrl_ext.plan.model.freeze import ROUTER_BIAS, every_layer, is_named, names_matched
 from pyrl_ext.plan.model.weight import Weight
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, rule
@@ -19,13 +19,14 @@ def _table(plan: Plan) -> list[Weight]:
 @rule("model.freeze")
 def patterns_match_weights(plan: Plan) -> Found:
     table = _table(plan)
-    names = [name for row in table for name in row.hf_names]
+    names = {name for row in table for name in row.hf_names}
     for pattern in plan.model.freeze:
-        if any(is_named(name, [pattern]) for name in names):
+        if pattern in names or names_matched(names, [pattern]):
             continue
         yield (
             f"{pattern!r} matches none of {len(names):,} weights {in_config(plan)}, expected their "
-            f"names in the Hugging Face checkpoint, with * and ?. {_meant(plan, table, pattern)}"
+            "names in the Hugging Face checkpoint, with *, ? and [...]. "
+            f"{_meant(plan, table, pattern)}"
         )
 
 
@@ -55,8 +56,10 @@ def _meant(plan: Plan, table: list[Weight], pattern: str) -> str:
 def patterns_match_whole_tensors(plan: Plan) -> Found:
     """Of a trained tensor that holds several of the checkpoint's, all or none."""
     found: dict[str, str] = {}
-    for row in _table(plan):
-        given = [name for name in row.hf_names if is_named(name, plan.model.freeze)]
+    table = _table(plan)
+    matched = names_matched((name for row in table for name in row.hf_names), plan.model.freeze)
+    for row in table:
+        given = [name for name in row.hf_names if name in matched]
         others = [every_layer(name) for name in row.hf_names if name not in given]
         if given and others:
             named = [every_layer(name) for name in given]
@@ -78,7 +81,7 @@ def patterns_match_all_experts_of_a_layer(plan: Plan) -> Found:
     for rows in layers.values():
         frozen = [row for row in rows if row.megatron_name in plan.frozen]
         if 0 < len(frozen) < len(rows):
-            name = every_layer(rows[0].hf_names[0])
+            name = " and ".join(every_layer(part) for part in rows[0].hf_names)
             found[name] = (
                 f"{len(frozen)} of the {len(rows)} experts of a layer ({frozen[0].hf_names[0]}), "
                 f"expected all or none; they are one tensor in training. Use {name}, where the "

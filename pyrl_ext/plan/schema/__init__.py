@@ -74,8 +74,8 @@ class Model(Section):
     router_bias_update_rate: NonNegative = 0.0
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     freeze: list[Text] = Field(default=[])
-    """weights that are not trained: patterns with * and ? of their names in the Hugging Face
-    checkpoint, such as model.layers.*.mlp.gate.weight"""
+    """weights that are not trained: patterns with *, ? and [...] of their names in the Hugging
+    Face checkpoint, such as model.layers.*.mlp.gate.weight"""
     mtp: bool = False
     """train the MTP (multi-token prediction) layers as well"""
     megatron: dict[str, Any] = Field({})
