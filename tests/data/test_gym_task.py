@@ -16,7 +16,10 @@ from pyrl_ext.data import gym_task
 from pyrl_ext.data.gym_task import GymTask, is_harmless, score
 from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.data.rewards import number_match
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.gym_tasks import gym_dataset
+from pyrl_ext.rollout import rollouts
+from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.configs import CONFIGS
 from tests.helpers.tiny import tiny_plan
 
@@ -213,3 +216,25 @@ def test_a_reward_takes_the_place_of_the_scorer_if_it_takes_the_answers(name: st
     message = r"data.reward: number_match, expected a reward that takes the answers of .*:spell"
     with pytest.raises(ValueError, match=message):
         build_source(plan)
+
+
+@pytest.mark.multiprocess
+def test_a_run_needs_its_held_out_questions_before_an_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two numbers of one digit have 200 questions, of which about 25 are held out."""
+    built = list[str]()
+    monkeypatch.setattr(rollouts, "build_engine", lambda *_: built.append("engine"))
+    plan = tiny_plan(
+        f"data.task={SUMS}",
+        "data.task_options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+        "data.max_prompt_tokens=400",
+        "evaluate.prompts=64",
+        "evaluate.every=1",
+    )
+    with (
+        topology.start(plan) as topo,
+        pytest.raises(ValueError, match=r"held-out questions .* expected 64"),
+    ):
+        RolloutStep.build(plan, topo)
+    assert not built

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.parameters import trained_of_stage
 from pyrl_ext.plan.show.summary import facts
 from tests.helpers.configs import hf_of, problems_of, write_sizes
+from tests.helpers.plan_pages import glm47
 from tests.helpers.tiny import CONFIG, tiny_plan
 
 
@@ -67,3 +69,14 @@ def test_facts_count_frozen_parameters():
         "MiB after the first one"
     )
     assert "frozen" not in dict(facts(tiny_plan()))
+
+
+def test_trained_of_stage_without_any_layer_is_what_stages_hold_outside_of_layers():
+    """The last stage has MTP layers too, and so its own embedding, the head and the final norm."""
+    split = ("parallel.dp=4", "parallel.ep=4", "parallel.pp=2")
+    uneven = "parallel.num_layers_in_first_pipeline_stage=24"
+    plan = glm47("model.mtp=true", "model.freeze=['model.layers.*']", uneven, *split)
+    hidden = plan.sizes.hidden_size
+    matrix = plan.sizes.vocab_size * hidden
+    first, last = (trained_of_stage(plan, stage) for stage in (0, 1))
+    assert (first.total, last.total) == (matrix, 2 * matrix + hidden)
