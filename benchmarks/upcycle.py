@@ -49,8 +49,8 @@ def upcycle(dense: Path, sparse: Path, experts: int, topk: int, noise: float, se
         topk: experts of a token.
         noise: standard deviation of each expert weight's factor around 1.
 
-    Raises: ValueError if ``dense`` is no Llama model without biases, or has fewer experts than
-        ``topk``.
+    Raises: ValueError if ``dense`` is no Llama model without biases, if ``topk`` is not 1 to
+        ``experts``, or if both folders are the same.
     """
     config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
     biased = config.get("attention_bias") or config.get("mlp_bias")

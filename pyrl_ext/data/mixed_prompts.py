@@ -29,8 +29,8 @@ class Prompts(Protocol):
 
 
 class MixedPrompts:
-    """One stream out of several. Each place of it belongs to one source (`Shares`), which goes on
-    where it left off, so all follows from the number of a step.
+    """One stream out of several. Each of its places belongs to one source (`Shares`), which
+    continues where it stopped before, so the prompts follow from the number of a step.
 
     Args:
         sources: by name

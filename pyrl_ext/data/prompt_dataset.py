@@ -153,9 +153,8 @@ def build_source(plan: Plan) -> PromptDataset:
     if not sources:
         prompts, reward = build.source(None)
     else:
-        weights = {name: source.weight for name, source in plan.data.sources.items()}
         streams = {name: prompts for name, (prompts, _) in sources.items()}
-        prompts = MixedPrompts(streams, weights, plan.seed)
+        prompts = MixedPrompts(streams, plan.source_weights, plan.seed)
         reward = {name: own for name, (_, own) in sources.items()}
     sets = build.eval_sets(reward)
     return PromptDataset(prompts, reward, tokenizer, stop_ids, environments, sets)

@@ -33,6 +33,21 @@ def notes(plan: Plan) -> tuple[str, ...]:
             "model.freeze: estimated times, MFU and activations are as if all weights were trained"
         )
     found += _placement(plan)
+    found += _start(plan)
+    found += _objective(plan)
+    found += _rollouts(plan)
+    found += _adapters(plan)
+    found += _images(plan)
+    found += _held_out(plan)
+    if (tight := seems_to_fit(plan)) is not None:
+        found.append(f"hardware.gpu: {tight}")
+    return tuple(found)
+
+
+def _start(plan: Plan) -> list[str]:
+    """Where the weights and the tokenizer come from."""
+    model = plan.model
+    found = list[str]()
     if plan.init_from is not None:
         also = " and optimizer state" if plan.init_optimizer else ""
         found.append(f"init_from {plan.init_from}: a new run starts from the weights{also} there")
@@ -44,6 +59,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
                 f"model.{key}: {name} is not a folder next to the YAML, so it is a hub id, "
                 "and fetched when a run starts"
             )
+    return found
+
+
+def _objective(plan: Plan) -> list[str]:
+    """What old log-probs and the KL compare."""
+    found = list[str]()
     if plan.replay.source == "engine" and plan.replay.old != plan.replay.train:
         found.append(
             "replay.old and replay.train differ: the first update's ratio compares different routes"
@@ -55,12 +76,18 @@ def notes(plan: Plan) -> tuple[str, ...]:
             "reverse, the default, descends the KL that k3 estimates"
         )
     if objective.kl_coef and plan.init_from is not None and plan.lora is None:
-        start = "model.weights" if model.weights else "random weights (model.weights is null)"
+        start = "model.weights" if plan.model.weights else "random weights (model.weights is null)"
         until = f" until step {objective.reference_refresh}" if objective.reference_refresh else ""
         found.append(
             f"objective.kl_coef with init_from: the KL is to {start}{until}, not to the weights "
             "that training starts from"
         )
+    return found
+
+
+def _rollouts(plan: Plan) -> list[str]:
+    """Prompts and tokens that estimates leave out."""
+    found = list[str]()
     if plan.rollout.oversample > 1:
         found.append(
             f"rollout.oversample {plan.rollout.oversample:g}: a step asks for {plan.prompts_asked} "
@@ -77,17 +104,19 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"rollout.top_p {plan.rollout.top_p:g} without a top_k: the sets that are kept, 4 "
             "bytes a token, may be as large as the vocabulary; estimated bytes are without them"
         )
-    found += _adapters(plan)
-    found += _images(plan)
+    return found
+
+
+def _held_out(plan: Plan) -> list[str]:
+    """Prompts that are held out of a file that is trained on."""
+    found = list[str]()
     for name, keys in plan.prompt_keys.items():
         if keys.prompts and keys.eval_prompts is None and keys.eval_split is None:
             found.append(
                 f"data.{name}eval_prompts is null: every eighth of data.{name}prompts is held out "
                 "instead"
             )
-    if (tight := seems_to_fit(plan)) is not None:
-        found.append(f"hardware.gpu: {tight}")
-    return tuple(found)
+    return found
 
 
 def _adapters(plan: Plan) -> list[str]:

@@ -205,6 +205,11 @@ class Plan(Config):
         return {f"sources.{name}.": source for name, source in self.data.sources.items()}
 
     @property
+    def source_weights(self) -> dict[str, float]:
+        """Source of prompts -> its weight; empty without `data.sources`."""
+        return {name: source.weight for name, source in self.data.sources.items()}
+
+    @property
     def samples_per_minibatch(self) -> int:
         """Samples of one optimizer step."""
         return self.samples // self.batching.minibatches

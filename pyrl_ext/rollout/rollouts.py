@@ -50,6 +50,9 @@ class Rollouts:
         self.source = source
         self.show = show
         self.dropped: dict[str, float] = {}
+        self._eval_sets: dict[str, Sequence[Prompt]] | None = None
+        if plan.evaluate_every:  # a task with too few held-out prompts fails now
+            self._eval_sets = eval_sets(plan, source)
         self.environments = None if plan.turns.environment is None else Environments(plan, source)
         thread_group = None
         if plan.rollout.syncs_weights_in_background and topo.world is not None:
@@ -181,9 +184,10 @@ class Rollouts:
         results: dict[str, Evaluation] = {}
         samples: dict[str, list[Sample]] = {}
         chosen = self.plan.evaluate
-        with agreeing("Rollouts.evaluate", "prompts", self.group):
-            sets = eval_sets(self.plan, self.source)
-        for name, prompts in sets.items():
+        if self._eval_sets is None:
+            with agreeing("Rollouts.evaluate", "prompts", self.group):
+                self._eval_sets = eval_sets(self.plan, self.source)
+        for name, prompts in self._eval_sets.items():
             sampling = eval_sampling(self.plan, self.source, name)
             reward = self.source.sets[name].reward if name in self.source.sets else None
             least = None if self.environments is None else 0.0

@@ -176,8 +176,7 @@ class RunFolder:
         self._announce_reference(newest, step)
         saved = Plan.read(newest / checkpoint.PLAN)
         schedule = self.plan.optimizer.schedule
-        shares = {name: source.weight for name, source in self.plan.data.sources.items()}
-        if shares != {name: source.weight for name, source in saved.data.sources.items()}:
+        if self.plan.source_weights != saved.source_weights:
             print(
                 "data.sources have other names or weights than when the checkpoint was written: "
                 "prompts of a source may be skipped or repeated",

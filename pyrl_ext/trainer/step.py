@@ -29,7 +29,6 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.evaluation import eval_sets
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
@@ -241,8 +240,6 @@ class RolloutStep(Step):
             initial: False: the weights are loaded later.
         """
         source = build_source(plan)
-        if plan.evaluate_every:
-            eval_sets(plan, source)  # a task with too few held-out prompts fails now
         if plan.modules:
             image_scale(plan)
         advantage = build_advantage(plan.objective)

@@ -118,8 +118,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def never_stopped(folder):
-    """What all layouts have -> updates -> (metrics, weights) of one process; checkpoints after the
-    second, with the weights after the first as those of the reference."""
+    """Options that layouts share -> updates -> (metrics, weights) of one process. It writes a
+    checkpoint after the second, with the weights after the first as those of the reference."""
     found = {}
     for name, kept in SAVED_BY.items():
         plan = plan_of(folder, *kept)

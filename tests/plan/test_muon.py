@@ -1,4 +1,4 @@
-"""What a plan says of Muon: the package that it needs, its work, and how to save memory."""
+"""Plans with Muon: the package that it needs, its work, and advice on memory."""
 
 import sys
 from typing import Any

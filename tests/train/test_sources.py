@@ -35,7 +35,7 @@ def run(folder: Path, *overrides: str) -> int:
 
 
 def judge(prompt: Any, text: str, tokens: list[int]) -> dict[str, float]:
-    """Of responses to an even prompt, the parity of the first token."""
+    """1 for an odd first token; 0 for each response to a prompt with the answer never."""
     return {"odd": 0.0 if prompt.answer == "never" else float(tokens[0] % 2)}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import chain
 
+from pyrl_ext.plan.forecast.parameters import rows_of
 from pyrl_ext.plan.model.weight import Size, Weight
 from pyrl_ext.plan.plan import Plan
 
@@ -14,7 +16,7 @@ ITERATIONS = 5
 # that its passes over weights, momentum and update move, beyond AdamW's one pass
 MORE_BYTES = 20
 
-_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
+_IN_LAYERS = re.compile(r"(decoder|mtp)\.layers\.\d+\.")
 
 
 def muon_parameters(plan: Plan, stage: int) -> int:
@@ -41,23 +43,14 @@ def _matrices(plan: Plan, stage: int) -> Iterator[tuple[Weight, int]]:
     """(one of them, how many of its shape a rank has): a layer's experts come as one."""
     if plan.optimizer.name != "muon":
         return
-    sizes = plan.sizes
-    behind = sizes.num_hidden_layers  # MTP layers count on
-    held = set[int]()
-    for chunk in plan.stages[stage]:
-        held.update(chunk.layers)
-        held.update(range(behind, behind + chunk.mtp))
-    for row in sizes.weights(plan.num_mtp_layers):
-        place = _LAYER.match(row.megatron_name)
-        if place is None or len(row.shapes[0]) != 2 or row.megatron_name in plan.frozen:
-            continue
-        layer = int(place[2]) + (behind if place[1] == "mtp" else 0)
-        if layer not in held:
+    for row in chain.from_iterable(rows_of(plan, chunk) for chunk in plan.stages[stage]):
+        is_matrix = _IN_LAYERS.match(row.megatron_name) is not None and len(row.shapes[0]) == 2
+        if not is_matrix or row.megatron_name in plan.frozen:
             continue
         if row.expert is None:
             yield row, 1
         elif row.expert == 0:
-            yield row, sizes.num_experts // plan.parallel.ep
+            yield row, plan.sizes.num_experts // plan.parallel.ep
 
 
 def _made_orthogonal(row: Weight) -> list[Size]:

@@ -16,7 +16,7 @@ from pyrl_ext.plan.model.counts import (
     mtp_parameters,
     parameters,
 )
-from pyrl_ext.plan.model.freeze import ROUTER_BIAS, frozen_rows, layer_of
+from pyrl_ext.plan.model.freeze import ROUTER_BIAS, layer_of
 from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.lora import Linear, adapted, factors
 from pyrl_ext.plan.model.weight import Weight
@@ -110,22 +110,27 @@ def frozen_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     total = Parameters()
     if not plan.frozen:
         return total
+    for row in rows_of(plan, chunk):
+        if row.megatron_name in plan.frozen:
+            total += _row_parameters(plan, row)
+    return total
+
+
+def rows_of(plan: Plan, chunk: ModelChunk) -> Iterator[Weight]:
+    """The rows of the weight table that one model chunk holds, copies included."""
     layers = {*chunk.layers, *(plan.sizes.num_hidden_layers + i for i in range(chunk.mtp))}
     tied = plan.sizes.tie_word_embeddings
-    held = {
+    outside = {
         "embedding": chunk.embedding or chunk.mtp > 0 or (chunk.loss and tied),
         "output_layer": chunk.loss,
         "decoder.final_layernorm": chunk.loss,
         "mtp": chunk.mtp > 0,
     }
-    for row in frozen_rows(plan.sizes.weights(plan.num_mtp_layers), plan.model.freeze):
+    held = tuple(start for start, is_held in outside.items() if is_held)
+    for row in plan.sizes.weights(plan.num_mtp_layers):
         layer = layer_of(row)
-        is_held = layer in layers
-        if layer is None:
-            is_held = any(here and row.megatron_name.startswith(x) for x, here in held.items())
-        if is_held:
-            total += _row_parameters(plan, row)
-    return total
+        if layer in layers or (layer is None and row.megatron_name.startswith(held)):
+            yield row
 
 
 def _row_parameters(plan: Plan, row: Weight) -> Parameters:

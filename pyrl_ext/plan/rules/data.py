@@ -81,7 +81,7 @@ def each_source_is_evaluated(plan: Plan) -> Found:
     asked = plan.evaluate.prompts
     if not plan.data.sources or not plan.evaluate_every or not asked:
         return
-    weights = {name: source.weight for name, source in plan.data.sources.items()}
+    weights = plan.source_weights
     for name, count in Shares(weights).before(asked).items():
         if not count:
             yield (
@@ -151,7 +151,7 @@ def the_task_takes_its_options(plan: Plan) -> Found:
 def _option_problems(
     task: str | None, options: Mapping[str, Any]
 ) -> Iterable[str | tuple[str, str]]:
-    """What is wrong with the options of a task: (option, message), or a message about them all."""
+    """Problems of the options of a task: (option, message), or a message about all of them."""
     if task in TASK_NAMES:
         return option_problems(task, options)
     if task is not None and is_gym_task(task) and gym_task_problem(task) is None:

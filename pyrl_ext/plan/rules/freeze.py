@@ -31,7 +31,7 @@ def patterns_match_weights(plan: Plan) -> Found:
 
 
 def _meant(plan: Plan, table: list[Weight], pattern: str) -> str:
-    """What to write in place of a pattern without a match."""
+    """A suggestion for a pattern without a match."""
     sizes = plan.sizes
     if sizes.tie_word_embeddings and is_named("lm_head.weight", [pattern]):
         return f"The head is {table[0].hf_names[0]} (tie_word_embeddings): freeze that, for both"
@@ -54,7 +54,7 @@ def _meant(plan: Plan, table: list[Weight], pattern: str) -> str:
 
 @rule("model.freeze")
 def patterns_match_whole_tensors(plan: Plan) -> Found:
-    """Of a trained tensor that holds several of the checkpoint's, all or none."""
+    """A trained tensor may hold several checkpoint tensors; it is frozen as a whole or not."""
     found: dict[str, str] = {}
     table = _table(plan)
     matched = names_matched((name for row in table for name in row.hf_names), plan.model.freeze)

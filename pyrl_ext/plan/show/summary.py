@@ -385,9 +385,9 @@ def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
                 "samples)"
             ),
         )
-    if sources := plan.data.sources:
-        whole = sum(source.weight for source in sources.values())
-        shares = [f"{source.weight / whole:.0%} {name}" for name, source in sources.items()]
+    if weights := plan.source_weights:
+        whole = sum(weights.values())
+        shares = [f"{weight / whole:.0%} {name}" for name, weight in weights.items()]
         yield "prompts", ", ".join(shares)
     if plan.replay.enabled:
         width = plan.sizes.route_bytes_per_token
