@@ -24,7 +24,7 @@ steps: 25
 model: {path: hf}
 batching: {prompts: 8, samples_per_prompt: 8, tokens_per_microbatch: 2048}
 rollout: {max_new_tokens: 16}
-optimizer: {lr: 2e-5}
+optimizer: {lr: 2e-5, schedule: linear, min_lr: 2e-6}
 data:
   task: reasoning_gym:chain_sum
   task_options: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}
