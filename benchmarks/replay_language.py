@@ -86,6 +86,7 @@ def main() -> None:
             "batching.samples_per_prompt=2",
             f"data.task=reasoning_gym:{given.task}",
             "data.task_options={}",
+            "data.reward=null",  # the scorer of the task
             "data.max_prompt_tokens=256",
         ]
         plan = compile_plan(config, options)

@@ -78,12 +78,20 @@ class Turn:
         index: of the trajectory in its group
         number: of the turn, from 0
         max_new_tokens: response budget of the turn [tokens]
+        branch: conversation of the trajectory that the turn continues, from 0
     """
 
     prompt: Prompt
     index: int
     number: int
     max_new_tokens: int
+    branch: int = 0
+
+    @property
+    def stream(self) -> int:
+        """Names the random stream in the group: conversations of a trajectory draw independently,
+        also at the same positions."""
+        return self.index + (self.branch << 32)
 
 
 @dataclass(frozen=True, slots=True)

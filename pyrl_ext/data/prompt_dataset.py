@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from pyrl_ext.data.agent import AgentHost
 from pyrl_ext.data.chat import Chat, check_known, encoded
 from pyrl_ext.data.chat_turns import check_template
 from pyrl_ext.data.dataset_rows import open_data
@@ -146,8 +147,8 @@ def build_source(plan: Plan) -> PromptDataset:
     eos = plan.hf.get("eos_token_id")
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
     environments = None
-    if plan.turns.environment is not None:
-        environments = _environments(plan, plan.turns.environment, tokenizer, stop_ids)
+    if plan.turns.kind is not None:
+        environments = _workers(plan, tokenizer, stop_ids)
     build = _Builder(plan, tokenizer, stop_ids)
     sources = {name: build.source(name) for name in plan.data.sources}
     if not sources:
@@ -160,22 +161,27 @@ def build_source(plan: Plan) -> PromptDataset:
     return PromptDataset(prompts, reward, tokenizer, stop_ids, environments, sets)
 
 
-def _environments(plan: Plan, name: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Pool:
-    """The worker processes of the environment."""
+def _workers(plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Pool:
+    """The worker processes of the environment, or of the agent."""
+    turns = plan.turns
+    cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
+    workers = max(1, min(_MAX_WORKERS, cores))
+    what = f"turns.{turns.kind}: {turns.name!r}"
+    if turns.environment is None:
+        host = partial(AgentHost.load, turns.agent, turns.command, turns.options, turns.reward)
+        return Pool(what, host, workers)
     assert plan.tokenizer_path is not None
-    forks = plan.turns.form == "stepwise"
-    check_template(name, tokenizer, stop_ids, forks)
+    forks = turns.form == "stepwise"
+    check_template(turns.environment, tokenizer, stop_ids, forks)
     host = partial(
         EnvironmentHost.load,
-        name,
-        plan.turns.options,
+        turns.environment,
+        turns.options,
         tokenizer=partial(load_tokenizer, plan.tokenizer_path),
         stop_ids=stop_ids,
         forks=forks,
     )
-    cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
-    workers = max(1, min(_MAX_WORKERS, cores))
-    return Pool(f"turns.environment: {name!r}", host, workers)
+    return Pool(what, host, workers)
 
 
 class _Builder:
@@ -233,7 +239,7 @@ class _Builder:
     def _files(self, keys: PromptKeys) -> tuple[PromptSource, AnyReward]:
         assert keys.prompts is not None  # a rule says so
         reward: AnyReward = no_reward
-        if keys.reward is not None and self.plan.turns.environment is None:
+        if keys.reward is not None and self.plan.turns.kind is None:
             reward = self._reward(keys.reward)
         prompts = self._load(keys, keys.prompts, keys.split, keys.subset, reward)
         held_out = None

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from pyrl_ext.parallel.user_code import describe, place_of
 
 _POLL_SECONDS = 0.05  # resolution of time limits
-_GRACE_SECONDS = 5.0  # in which an event loop has to cancel a coroutine that is late
+_GRACE_SECONDS = 5.0  # in which a coroutine that is late, or a call that is given up, has to end
 _LOAD_SECONDS = 60.0  # in which a later worker has to load, or five times the first one's time
 _LOAD = -1  # number of the call that loads user code
 
@@ -71,7 +71,7 @@ class Host(Protocol):
     at_once: int | None
 
     def call(self, owner: int | None, method: str, *args: Any) -> Any:
-        """Call user code; method "forget": the owner's state is given up."""
+        """Call user code; method "forget": the owner's state is given up, its calls are to end."""
         ...
 
     def read(self, method: str, value: Any) -> Any:
@@ -266,7 +266,8 @@ class _Worker:
         started: on the monotonic clock [s]
         loaded: its host is there
         failure: why it did not load, for messages
-        retired: a late call still runs; it gets no new owners
+        retired: a call still runs that is late or given up; it gets no new owners
+        given_up: calls that still run, and since when on the monotonic clock [s]; 0.0: it loads
         outbox: pickled messages, which a thread sends: a worker that hangs may take none
     """
 
@@ -280,6 +281,7 @@ class _Worker:
     loaded: bool = False
     failure: str | None = None
     retired: bool = False
+    given_up: dict[int, float] = field(default_factory=dict[int, float])
     outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue[bytes | None])
 
     def send_all(self) -> None:
@@ -374,6 +376,28 @@ class Pool:
                 return
             worker.owners.discard(owner)
         worker.outbox.put(pickle.dumps([_Request(next(self._numbers), owner, "forget", ())]))
+
+    def give_up(self, owner: int, failure: CallFailed) -> None:
+        """Fail the calls of an owner that still run, and give up its state.
+
+        Its worker is retired, as after a late call, unless they end within a few seconds.
+        """
+        with self._lock:
+            if (worker := self._of_owner.get(owner)) is None:
+                return
+            pendings = [call for call in worker.calls.values() if call.request.owner == owner]
+            for pending in pendings:
+                del worker.calls[pending.request.number]
+                worker.given_up[pending.request.number] = 0.0
+        self.release(owner)
+        for pending in pendings:
+            pending.future.set_exception(failure)
+
+    def has_loaded(self, owner: int) -> bool:
+        """True if the worker of an owner has loaded user code."""
+        with self._lock:
+            worker = self._of_owner.get(owner)
+            return worker is not None and worker.loaded
 
     def close(self) -> None:
         """Kill all workers."""
@@ -486,6 +510,7 @@ class Pool:
                 return
             with self._lock:
                 pending = worker.calls.pop(message.number, None)
+                worker.given_up.pop(message.number, None)
                 if message.number == _LOAD and message.failure is None:
                     _, worker.at_once = message.value
                     worker.loaded = True
@@ -521,6 +546,9 @@ class Pool:
                 return
             for pending in late:
                 del worker.calls[pending.request.number]
+            for number, since in worker.given_up.items():
+                worker.given_up[number] = since or now
+                worker.retired |= now - worker.given_up[number] > _GRACE_SECONDS
             worker.retired |= bool(late) or (worker.alone and not worker.calls)
             if worker.retired and not worker.owners:
                 worker.kill()

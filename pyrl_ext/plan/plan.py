@@ -228,14 +228,14 @@ class Plan(Config):
     def longest(self) -> int:
         """Rows of the longest sample: its last token is never an input."""
         generated = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if self.turns.environment is not None:
+        if self.turns.kind is not None:
             generated = self.turns.max_tokens
         return (generated if self.has_rollouts else self.data.max_tokens) - 1
 
     @property
     def drops_samples(self) -> bool:
         """True if a group may have fewer samples than were begun: others failed."""
-        return self.turns.environment is not None or self.data.reward_min_share < 1
+        return self.turns.kind is not None or self.data.reward_min_share < 1
 
     @property
     def most_sampled(self) -> int:

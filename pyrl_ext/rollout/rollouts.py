@@ -23,7 +23,12 @@ from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.evaluation import Evaluation, by_source, eval_sampling, eval_sets
 from pyrl_ext.rollout.prompt_groups import Score, as_they_are, without_overlong
 from pyrl_ext.rollout.source_metrics import source_metrics
-from pyrl_ext.rollout.turns.turn_stats import Environments, dropped_metrics, recorded
+from pyrl_ext.rollout.turns.turn_stats import (
+    Environments,
+    Trajectories,
+    dropped_metrics,
+    recorded,
+)
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
@@ -53,7 +58,7 @@ class Rollouts:
         self._eval_sets: dict[str, Sequence[Prompt]] | None = None
         if plan.evaluate_every:  # a task with too few held-out prompts fails now
             self._eval_sets = eval_sets(plan, source)
-        self.environments = None if plan.turns.environment is None else Environments(plan, source)
+        self.environments = _trajectories(plan, source)
         thread_group = None
         if plan.rollout.syncs_weights_in_background and topo.world is not None:
             thread_group = topo.make_group("publish", range(topo.world_size))
@@ -105,6 +110,8 @@ class Rollouts:
     def close(self) -> None:
         """Close the engine, and stop the workers of user code."""
         (self.ahead or self.engine).close()
+        if self.environments is not None:
+            self.environments.close()
         self.source.close()
 
     def train(self, step: int) -> RolloutSamples:
@@ -271,6 +278,17 @@ class Rollouts:
         if self.environments is None:
             score = self.source.scorer(prompts, reward)
         return partial(without_overlong, score) if self.plan.objective.overlong_filter else score
+
+
+def _trajectories(plan: Plan, source: PromptDataset) -> Trajectories | None:
+    """What answers the policy, or calls it; None: a response is a trajectory."""
+    if plan.turns.kind is None:
+        return None
+    if plan.turns.has_agent:
+        from pyrl_ext.rollout.agents.agents import Agents  # needs the extra `agents`
+
+        return Agents(plan, source)
+    return Environments(plan, source)
 
 
 def _holders(plan: Plan, topo: Topology) -> dist.ProcessGroup | None:

@@ -106,6 +106,7 @@ class ScriptedEngine(Engine):
             route_mask=routed,
             weight_version=self.version,
             finish_reason="stop" if new[-1] in sampling.stop_ids else "length",
+            turn=turn.number,
             **self._kept(known, new) if sampling.sampling_mask else {},
         )
 

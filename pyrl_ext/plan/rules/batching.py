@@ -77,7 +77,7 @@ def _longest(plan: Plan) -> tuple[str, str]:
     response = plan.rollout.max_new_tokens
     if not plan.has_rollouts:
         return f"data.max_tokens {plan.data.max_tokens}", "data.max_tokens"
-    if plan.turns.environment is not None:
+    if plan.turns.kind is not None:
         return f"turns.max_tokens {plan.turns.max_tokens}", "turns.max_tokens"
     summands = f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response}"
     return summands, "rollout.max_new_tokens"
@@ -94,7 +94,7 @@ def positions_suffice_for_records(plan: Plan) -> Found:
 @rule("rollout.max_new_tokens")
 def positions_suffice(plan: Plan) -> Found:
     tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
-    if plan.turns.environment is None and tokens > plan.sizes.max_position_embeddings:
+    if plan.turns.kind is None and tokens > plan.sizes.max_position_embeddings:
         return (
             f"{plan.rollout.max_new_tokens} + data.max_prompt_tokens {plan.data.max_prompt_tokens} "
             f"= {tokens} tokens, expected at most max_position_embeddings "

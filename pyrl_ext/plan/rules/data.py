@@ -94,7 +94,7 @@ def each_source_is_evaluated(plan: Plan) -> Found:
 @rule("data")
 def prompts_need_a_reward(plan: Plan) -> Found:
     for name, keys in plan.prompt_keys.items():
-        given = keys.reward is not None or plan.turns.environment is not None
+        given = keys.reward is not None or plan.turns.kind is not None
         if keys.task is None and keys.prompts is not None and not given:
             yield (
                 f"{name}reward",
@@ -333,8 +333,9 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
     for name, keys in _rendered_by(plan).items():
         if keys.chat:
             why = f"data.{name}chat is true"
-    if plan.turns.environment in ("messages", "tools"):
-        why = f"turns.environment {plan.turns.environment} writes messages"
+    turns = plan.turns
+    if turns.has_agent or turns.environment in ("messages", "tools"):
+        why = f"turns.{turns.kind} {turns.name} writes messages"
     if why is None:
         return None
     return (

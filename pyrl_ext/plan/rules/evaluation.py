@@ -69,8 +69,11 @@ def sets_can_be_read(plan: Plan) -> Found:
             continue
         if message := data_file_problem(plan, each.file):
             yield f"{key}.file", message
-        if each.reward is not None and plan.turns.environment is not None:
-            yield f"{key}.reward", "set, expected it left out: turns.environment gives rewards"
+        if each.reward is not None and plan.turns.kind is not None:
+            yield (
+                f"{key}.reward",
+                f"set, expected it left out: turns.{plan.turns.kind} gives rewards",
+            )
         scored_by_task = plan.data.task is not None and plan.data.reward is None
         if each.reward is None and (scored_by_task or plan.data.sources):
             owner = "data.task scores its" if plan.data.task else "data.sources score their"

@@ -105,7 +105,7 @@ def groups_to_replace_are_known(plan: Plan) -> Found:
 @rule("turns.merge")
 def ratios_of_sequences_have_whole_samples(plan: Plan) -> Found:
     objective = plan.objective
-    if plan.turns.environment is None or plan.turns.merges:
+    if plan.turns.kind is None or plan.turns.merges:
         return
     for part, by_sequence in (
         (f"ratio {objective.ratio}", objective.ratio != "token"),

@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import re
+import shutil
+from importlib.util import find_spec
 
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
 from pyrl_ext.plan.schema.turns import ENVIRONMENTS
 
+INSTALL = "pip install 'pyrl-ext[agents]'"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @rule("turns")
-def an_environment_reads_what_is_set(plan: Plan) -> Found:
+def an_environment_or_an_agent_reads_what_is_set(plan: Plan) -> Found:
     turns = plan.turns
-    if turns.environment is not None:
+    if turns.kind is not None:
         return
     for name in type(turns).model_fields:
         if changed(turns, name):
             value = show(getattr(turns, name))
-            yield name, f"{value} without turns.environment, expected it left out"
+            rule = "without turns.environment, turns.agent or turns.command"
+            yield name, f"{value} {rule}, expected it left out"
+
+
+@rule("turns")
+def one_of_them_drives_the_trajectories(plan: Plan) -> Found:
+    turns = plan.turns
+    for name in ("agent", "command"):
+        if getattr(turns, name) and turns.kind != name:
+            value = show(getattr(turns, name))
+            yield name, f"{value} with turns.{turns.kind}, expected only one of them"
+
+
+@rule("turns")
+def agents_alone_have_renderers_and_rewards(plan: Plan) -> Found:
+    turns = plan.turns
+    if turns.kind != "environment":
+        return
+    for name in ("renderer", "reward"):
+        if changed(turns, name):
+            yield name, f"{show(getattr(turns, name))} with turns.environment, expected it left out"
+
+
+@rule("turns")
+def a_command_takes_no_options(plan: Plan) -> Found:
+    if plan.turns.kind == "command" and plan.turns.options:
+        value = show(plan.turns.options)
+        yield "options", f"{value} with turns.command, expected arguments in turns.command"
 
 
 @rule("turns.environment")
@@ -30,11 +60,38 @@ def the_environment_exists(plan: Plan) -> Found:
         return f"{show(name)}, expected {', '.join(ENVIRONMENTS)}, or module:Class"
 
 
+@rule("turns")
+def the_agent_exists(plan: Plan) -> Found:
+    for name in ("agent", "reward"):
+        value = getattr(plan.turns, name)
+        if value is not None and not _CLASS.fullmatch(value):
+            yield name, f"{show(value)}, expected module:function"
+
+
+@rule("turns")
+def an_agent_has_its_packages(plan: Plan) -> Found:
+    if not plan.turns.has_agent:
+        return
+    for package in ("openai", "renderers"):
+        if find_spec(package) is None:
+            rule = f"expected it. Run {INSTALL}"
+            yield str(plan.turns.kind), f"{plan.turns.name} without the package {package}, {rule}"
+
+
+@rule("turns.command")
+def the_program_is_there(plan: Plan) -> Found:
+    if plan.turns.command and shutil.which(plan.turns.command[0]) is None:
+        return (
+            f"{show(plan.turns.command[0])}, expected a program: a path from the working directory "
+            "to an executable file, or a name that is on PATH"
+        )
+
+
 @rule("turns.max_tokens")
 def a_trajectory_has_room(plan: Plan) -> Found:
     tokens = plan.turns.max_tokens
     most = plan.sizes.max_position_embeddings
-    if plan.turns.environment is None:
+    if plan.turns.kind is None:
         return None
     if tokens <= plan.data.max_prompt_tokens:
         return (
@@ -51,42 +108,39 @@ def one_sample_is_merged(plan: Plan) -> Found:
         return "false with turns.form concatenated, expected stepwise; one sample holds all turns"
 
 
-@rule("turns.environment")
+@rule("turns")
 def the_environment_gives_the_reward(plan: Plan) -> Found:
-    data = plan.data
+    turns = plan.turns
     for name in ("task", "reward"):
-        if plan.turns.environment is not None and getattr(data, name) is not None:
-            own = f"data.{name} {getattr(data, name)}"
-            what = f"{plan.turns.environment} with {own}"
-            yield f"{what}, expected only one of them; each brings rewards"
+        if turns.kind is not None and getattr(plan.data, name) is not None:
+            what = f"{turns.name} with data.{name} {getattr(plan.data, name)}"
+            yield turns.kind, f"{what}, expected only one of them; each brings rewards"
 
 
-@rule("turns.environment")
+@rule("turns")
 def an_environment_has_one_source(plan: Plan) -> Found:
-    if plan.turns.environment is not None and plan.data.sources:
-        return (
-            f"{plan.turns.environment} with data.sources, expected data.prompts; the environment "
-            "would reward the prompts of all sources"
-        )
+    turns = plan.turns
+    if turns.kind is not None and plan.data.sources:
+        what = f"{turns.name} with data.sources, expected data.prompts"
+        yield turns.kind, f"{what}; the {turns.kind} would reward the prompts of all sources"
 
 
-@rule("turns.environment")
+@rule("turns")
 def whole_groups_wait_for_their_environments(plan: Plan) -> Found:
-    if plan.turns.environment is not None and plan.rollout.oversample > 1:
-        return (
-            f"{plan.turns.environment} with rollout.oversample {plan.rollout.oversample:g}, "
-            "expected 1; the groups that are kept would be those of the fastest environments"
-        )
+    turns = plan.turns
+    if turns.kind is not None and plan.rollout.oversample > 1:
+        what = f"{turns.name} with rollout.oversample {plan.rollout.oversample:g}, expected 1"
+        yield turns.kind, f"{what}; the groups that are kept would be those that end first"
 
 
-@rule("turns.environment")
+@rule("turns")
 def one_rank_talks_to_an_engine(plan: Plan) -> Found:
+    turns = plan.turns
     rollout = plan.rollout
-    if plan.turns.environment is None or rollout.engine == "recorded" or rollout.tp == 1:
-        return None
+    if turns.kind is None or rollout.engine == "recorded" or rollout.tp == 1:
+        return
     if plan.transport == "inprocess":
-        return (
-            f"{plan.turns.environment} with rollout.tp {rollout.tp} and rollout.transport "
-            "inprocess, expected tp 1 or another transport; the ranks of an engine would get "
-            "turns at different times"
-        )
+        what = f"{turns.name} with rollout.tp {rollout.tp} and rollout.transport inprocess"
+        rule = "expected tp 1 or another transport"
+        why = "the ranks of an engine would get turns at different times"
+        yield turns.kind, f"{what}, {rule}; {why}"

@@ -42,6 +42,22 @@ def the_class_of_the_environment_is_there(plan: Plan) -> Found:
     return _problem(plan, plan.turns.environment)
 
 
+@rule("turns")
+def the_function_of_the_agent_is_there(plan: Plan) -> Found:
+    takes_of: dict[str, tuple[str, ...]] = {
+        "agent": ("client", "prompt"),
+        "reward": ("prompt", "calls"),
+    }
+    if plan.turns.options:
+        takes_of["agent"] = ()  # they are arguments as well
+    for name, takes in takes_of.items():
+        function = getattr(plan.turns, name)
+        if function is None or not all(function.partition(":")):
+            continue
+        if problem := function_problem(function, plan.resolve("."), takes):
+            yield name, problem
+
+
 @rule("turns.options")
 def what_built_in_environments_call_is_there(plan: Plan) -> Found:
     if plan.turns.environment not in ("messages", "tools"):

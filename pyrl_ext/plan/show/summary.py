@@ -393,11 +393,11 @@ def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
         width = plan.sizes.route_bytes_per_token
         most = size(width * plan.max_rows * plan.samples)
         yield "routes", f"{width} bytes a token, at most {most} a step"
-    if turns.environment is not None:
+    if turns.kind is not None:
         yield (
-            "environment",
+            turns.kind,
             (
-                f"{turns.environment}: at most {turns.max_turns} turns of {rollout.max_new_tokens} "
+                f"{turns.name}: at most {turns.max_turns} turns of {rollout.max_new_tokens} "
                 f"tokens, {turns.max_tokens:,} tokens in all; {turns.form}"
             ),
         )

@@ -254,7 +254,7 @@ class EngineRun:
     def begin(self, turns: Sequence[Turn]) -> None:
         """The next rows run these turns from now on."""
         ids = torch.tensor([turn.prompt.id for turn in turns])
-        indices = torch.tensor([turn.index for turn in turns])
+        indices = torch.tensor([turn.stream for turn in turns])
         self.slots.begin(turns, stream_keys(self.sampling.seed, ids, indices))
 
     def _decode(self) -> Tensor:

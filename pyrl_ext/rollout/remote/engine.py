@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import shlex
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.parallel.buckets import KeptBuckets
+from pyrl_ext.parallel.open_files import allow_open_files
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import (
     Capabilities,
@@ -79,7 +79,7 @@ class ServersEngine(Engine):
         self._lock = threading.Lock()
         self.loop = publish.loop = asyncio.new_event_loop()
         limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
-        _allow_files(limit * len(servers))
+        allow_open_files(limit * len(servers))
         name = f"rank {self.rank}"
         self.router = Router(servers, limit, min_servers, model.check, name)
         self.sync = WeightSync(
@@ -209,7 +209,7 @@ class ServersEngine(Engine):
                 for turn, parts in stream.taken():
                     sample = self._sample(stream, turn, parts)
                     if is_open:
-                        stream.before[turn.prompt.id, turn.index] = sample
+                        stream.before[turn.prompt.id, turn.stream] = sample
                     yield sample
         except Exception:
             fate = "failed"
@@ -228,7 +228,7 @@ class ServersEngine(Engine):
 
     def _request(self, stream: Stream, turn: Turn, sampling: Sampling) -> Request:
         prompt = turn.prompt
-        key = (turn.prompt.id, turn.index)
+        key = (turn.prompt.id, turn.stream)
         if prompt.images:
             raise ValueError(f"ServersEngine(prompt {prompt.id}): images, expected text alone")
         before = stream.before.get(key)
@@ -242,7 +242,7 @@ class ServersEngine(Engine):
                 del stream.before[key]
         return Request.of(
             sampling,
-            f"{sampling.seed}-{prompt.id}-{turn.index}-{turn.number}",
+            f"{sampling.seed}-{prompt.id}-{turn.stream}-{turn.number}",
             prompt.tokens,
             max_tokens=turn.max_new_tokens,
             random_stream=(sampling.seed, *key),
@@ -259,7 +259,7 @@ class ServersEngine(Engine):
         spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)
         # new weights may have come between the request and its first token
         reused = parts.request.routes_from
-        stale = reused and newest(stream.before[turn.prompt.id, turn.index]) < spans[0][2]
+        stale = reused and newest(stream.before[turn.prompt.id, turn.stream]) < spans[0][2]
         masked = reused if stale else 0
         return Sample(
             prompt_id=turn.prompt.id,
@@ -291,21 +291,12 @@ class ServersEngine(Engine):
         )
         reused = parts.request.routes_from
         if reused:
-            before = stream.before[turn.prompt.id, turn.index].routes
+            before = stream.before[turn.prompt.id, turn.stream].routes
             assert before is not None
             routes[:reused] = before[:reused]
         rows = parts.routes[: parts.rows, list(self.model.layer_ids)].astype(np.int32)
         routes[reused : size - 1] = torch.from_numpy(rows).to(routes.dtype)
         return routes
-
-
-def _allow_files(connections: int) -> None:
-    """Raise this process's limit of open files, as far as it may, to hold these connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def build_servers_engine(

@@ -25,7 +25,7 @@ class Stream:
     Attributes:
         left: turns without a response, by the number of each
         prompts: ids of the prompts that were asked for
-        before: trajectory -> its last turn
+        before: conversation -> its last turn
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, router: Router):

@@ -71,6 +71,11 @@ class Conversation:
         self._context = list(prompt.tokens)
         self._reward = 0.0
 
+    @property
+    def number_of_turns(self) -> int:
+        """Number of turns that the engine sampled."""
+        return len(self.turns)
+
     def answered(self, sample: Sample) -> tuple[list[int], str]:
         """Take what the engine sampled; the arguments of the environment's ``step``."""
         self.turns.append(sample)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -20,6 +15,7 @@ from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.turns.check import check_trajectory
 from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
+from pyrl_ext.rollout.turns.waiting_feed import Trajectory, WaitingFeed
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
 
 _RULES = {
@@ -54,69 +50,41 @@ class _Call:
         return CallFailed(failed.reason, text)
 
 
-class Feed:
-    """Turns of all trajectories; see `rollout.engine.TurnFeed`.
+class Feed(WaitingFeed[Conversation]):
+    """Turns of the trajectories of an environment.
 
     Conversations continue in `take`, in the thread of the engine; only environments run elsewhere.
 
     Args:
         prompts: each begins ``size`` trajectories
-
-    Attributes:
-        counts: numbers of the trajectories that are over, to be added up over ranks
-        waited: seconds in which the engine had nothing else to do
     """
 
     def __init__(self, prompts: Sequence[Prompt], size: int, config: ConversationConfig):
-        self.trajectories = len(prompts) * size
-        self.max_tokens = config.turns.max_tokens
-        self.counts: defaultdict[str, float] = defaultdict(float)
-        self.waited = 0.0
+        trajectories = len(prompts) * size
+        super().__init__("environment", trajectories, config.turns.max_tokens, config.noted)
         self._config = config
         self._open = {(p.id, i): Conversation(p, i, config) for p in prompts for i in range(size)}
         self._order = {key: place for place, key in enumerate(self._open)}
-        self._over: list[Conversation] = []
         self._begun = False
         self._sampling = 0  # turns that the engine works on
         self._running = 0  # calls that are not in `_ended`
         self._done = SimpleQueue[_Call]()
         self._ended: list[_Call] = []
         self._closings: list[_Call] = []
-        self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def fileno(self) -> int:
-        """Readable as soon as a call of an environment is over."""
-        self._begin()
-        return self._file
+    def left(self) -> int:
+        return len(self._open)
 
-    def take(self, wait: bool) -> list[Turn] | None:
-        """The turns that came since the last call; None: none will come any more."""
-        self._begin()
-        turns = self._admit()
-        while wait and not turns and self._open:
-            if not self._running:
-                raise RuntimeError(
-                    f"Feed.take: the engine waits, and {len(self._open)} trajectories wait for "
-                    "it, expected an answer to every turn"
-                )
-            began = time.monotonic()
-            files = select.poll()  # select.select takes no file number above 1023
-            files.register(self._file, select.POLLIN)
-            files.poll()
-            self.waited += time.monotonic() - began
-            turns = self._admit()
-        return turns if turns or self._open else None
+    def running(self) -> int:
+        return self._running
 
     def answered(self, sample: Sample) -> None:
-        """Take what the engine sampled for a turn."""
         self._sampling -= 1
         conversation = self._open[sample.prompt_id, sample.index]
         self._call(conversation, "step", *conversation.answered(sample))
 
-    def over(self) -> list[Conversation]:
-        """The trajectories that are over since the last call."""
-        over = self._over
-        self._over = []
+    def over(self) -> Sequence[Conversation]:
+        over = super().over()
         for conversation in over:
             if conversation.samples is not None:
                 check_trajectory(conversation.samples)
@@ -127,15 +95,12 @@ class Feed:
         for call in self._closings if not self._open else ():
             failure = call.future.exception()
             if isinstance(failure, CallFailed) and failure.reason != "lost":
-                self._count_drop("close_failed", str(call.failure(failure)))
+                self.count_drop("close_failed", str(call.failure(failure)))
         for conversation in [*self._open.values(), *(call.conversation for call in self._closings)]:
             self._config.pool.release(conversation.owner)
-        self.counts["max_waited"] = self.waited
+        super().close()
 
-    def __del__(self) -> None:
-        os.close(self._file)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         if not self._begun:
             self._begun = True
             for conversation in self._open.values():
@@ -156,12 +121,10 @@ class Feed:
     def _finish(self, call: _Call, future: Future[Any]) -> None:
         call.conversation.seconds += time.monotonic() - call.began
         self._done.put(call)
-        os.eventfd_write(self._file, 1)
+        self.wake()
 
-    def _admit(self) -> list[Turn]:
+    def ready(self) -> list[Turn]:
         """Continue the conversations whose calls are over; the turns that follow."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._file)
         while not self._done.empty():
             call = self._done.get()
             failure = call.future.exception()
@@ -194,37 +157,16 @@ class Feed:
             conversation.dropped = call.failure(failure)
         if turn is None:
             del self._open[conversation.prompt.id, conversation.index]
-            self._over.append(conversation)
-            self._count(conversation)
+            self.end(conversation)
             close = _Call(conversation, "close", (), 0)
             self._submit(close, lambda call, future: None)
             self._closings.append(close)
         return turn
 
-    def _count(self, conversation: Conversation) -> None:
-        counts = self.counts
-        turns = len(conversation.turns)
-        counts["begun"] += 1
-        counts["seconds"] += conversation.seconds
-        if conversation.dropped is not None:
-            dropped = conversation.dropped
-            self._count_drop(f"dropped/{dropped.reason}", f"{dropped}; the trajectory is dropped")
-            return
-        counts["turns"] += turns
-        counts["max_turns"] = max(counts["max_turns"], turns)
-        counts["forks"] += conversation.forks
-        counts["changed_rows"] += conversation.changed
 
-    def _count_drop(self, name: str, message: str) -> None:
-        if name not in self._config.noted:
-            self._config.noted[name] = message
-            print(f"environment: {message}", file=sys.stderr, flush=True)
-        self.counts[name] += 1
-
-
-def converse(
-    engine: Engine, feed: Feed, sampling: Sampling
-) -> Generator[tuple[Sample | None, list[Conversation]]]:
+def converse[T: Trajectory](
+    engine: Engine, feed: WaitingFeed[T], sampling: Sampling
+) -> Generator[tuple[Sample | None, Sequence[T]]]:
     """Each turn as the engine sampled it, and the trajectories of ``feed`` that are over then; the
     last turn is None."""
     with closing(feed), closing(engine.answer(feed, sampling)) as stream:

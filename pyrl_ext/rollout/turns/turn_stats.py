@@ -13,10 +13,37 @@ from pyrl_ext.rollout.prompt_groups import Counts, EngineEvent
 from pyrl_ext.rollout.turns.check import check_trajectories
 from pyrl_ext.rollout.turns.conversation import ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
+from pyrl_ext.rollout.turns.waiting_feed import Trajectory, WaitingFeed
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
-class Environments:
+class Trajectories:
+    """What answers the policy in a run, or calls it."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def need_turns(self, engine: Engine, rank: int) -> None:
+        """Raises ValueError if the engine of ``rank`` cannot answer turns."""
+        name = self.plan.rollout.engine
+        asked = name != "recorded" and self.plan.engine_of_rank[rank] is not None
+        if asked and not engine.capabilities.turns:
+            raise ValueError(
+                f"turns.{self.plan.turns.kind}: the {name} engine answers no turns, expected one "
+                "that does"
+            )
+
+    def ask(
+        self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
+    ) -> Generator[EngineEvent]:
+        """The trajectories of these prompts, or those that were recorded."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what answers or calls the policy; its worker processes are the source's."""
+
+
+class Environments(Trajectories):
     """The environments of a run.
 
     Args:
@@ -26,7 +53,7 @@ class Environments:
 
     def __init__(self, plan: Plan, source: PromptDataset):
         assert source.environments is not None  # the plan names it
-        self.plan = plan
+        super().__init__(plan)
         self.config = ConversationConfig(
             pool=source.environments,
             tokenizer=source.tokenizer,
@@ -37,22 +64,13 @@ class Environments:
             in_waves=plan.rollout.engine == "hf",
         )
 
-    def need_turns(self, engine: Engine, rank: int) -> None:
-        """Raises ValueError if the engine of ``rank`` cannot answer turns."""
-        name = self.plan.rollout.engine
-        asked = name != "recorded" and self.plan.engine_of_rank[rank] is not None
-        if asked and not engine.capabilities.turns:
-            raise ValueError(
-                f"turns.environment: the {name} engine answers no turns, expected one that does"
-            )
-
     def ask(
         self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
     ) -> Generator[EngineEvent]:
-        """The trajectories of an environment, or those that were recorded."""
         if self.plan.rollout.engine == "recorded":
-            return recorded(engine, prompts, sampling, counts)
-        return conversations(self.config, engine, prompts, sampling, counts)
+            yield from recorded(engine, prompts, sampling, counts)
+        else:
+            yield from conversations(self.config, engine, prompts, sampling, counts)
 
 
 def conversations(
@@ -63,16 +81,22 @@ def conversations(
     counts: Counts,
 ) -> Generator[EngineEvent]:
     """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
-    if not prompts:
-        return
-    feed = Feed(prompts, sampling.samples_per_prompt, config)
+    if prompts:
+        feed = Feed(prompts, sampling.samples_per_prompt, config)
+        yield from trajectories_of(feed, engine, sampling, counts)
+
+
+def trajectories_of[T: Trajectory](
+    feed: WaitingFeed[T], engine: Engine, sampling: Sampling, counts: Counts
+) -> Generator[EngineEvent]:
+    """The trajectories of a feed; ``counts`` takes the numbers of those that are over."""
     try:
         with closing(converse(engine, feed, sampling)) as stream:
             for turn, over in stream:
                 if turn is not None:
                     yield EngineEvent(turn.prompt_id, len(turn.response), None)
-                for conversation in over:
-                    yield EngineEvent(conversation.prompt.id, 0, conversation.samples or [])
+                for trajectory in over:
+                    yield EngineEvent(trajectory.prompt.id, 0, trajectory.samples or [])
     finally:
         counts.add(feed.counts)
 

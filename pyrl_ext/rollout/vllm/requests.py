@@ -65,14 +65,14 @@ class Requests:
             self.decoded[prompt.id] = tuple(image.load() for image in prompt.images)
         if self._last is None or self._last[0] is not prompt:
             self._last = prompt, prompt_input(prompt.tokens, self.decoded[prompt.id], self.scale)
-        salt = f"{self.salt} {prompt.id} {turn.index}" if self.isolated else self.salt
+        salt = f"{self.salt} {prompt.id} {turn.stream}" if self.isolated else self.salt
         return self._last[1] | {"cache_salt": salt}
 
     def _params(self, turn: Turn) -> SamplingParams:
         from vllm import SamplingParams
 
         sampling = self.sampling
-        seed = (sampling.seed * 1_000_003 + turn.prompt.id) * 1_009 + turn.index
+        seed = (sampling.seed * 1_000_003 + turn.prompt.id) * 1_009 + turn.stream
         return SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,
             top_p=1.0 if sampling.greedy else sampling.top_p,

@@ -1,0 +1,1 @@
+"""Agents: programs that call an OpenAI-compatible endpoint, whose tokens are trained on."""
