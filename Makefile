@@ -100,6 +100,7 @@ bench: build  ## kernels: what they compile to, then each against a copy and its
 	$(BIN)/python -m benchmarks.profile_step
 	$(BIN)/python -m benchmarks.step_many_ranks --rounds 1 $(if $(QUICK),--tokens 512)
 	$(BIN)/python -m benchmarks.turns $(if $(QUICK),--trajectories 64 --turns 4)
+	$(BIN)/python -m benchmarks.turns --agents $(if $(QUICK),--trajectories 64 --turns 4)
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(if $(QUICK),--quick)
 
 # with BIN=/usr/bin that Python runs it, and nothing is built: PYTHONPATH names what it lacks

@@ -83,7 +83,7 @@ def check_agent(
     else:
         _check_program(command[0])
     if reward is not None:
-        load_function("data.reward", reward, 2)
+        load_function("turns.reward", reward, 2)
 
 
 def _load_agent(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class AgentHost:
     ) -> AgentHost:
         """Load user code. Args and raises: as `check_agent`."""
         allow_open_files(_OPEN_FILES)
-        function = None if reward is None else load_function("data.reward", reward, 2)
+        function = None if reward is None else load_function("turns.reward", reward, 2)
         if agent is not None:
             return AgentHost(_Function(_load_agent(agent, options)), function)
         _check_program(command[0])
@@ -253,10 +253,8 @@ class _Function:
     """
 
     def __init__(self, function: Callable[..., Any]):
-        import httpx  # with openai half a second, before the first trajectory
-        import openai
+        import openai  # half a second, before the first trajectory
 
-        self._httpx = httpx
         self._openai = openai
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
@@ -264,8 +262,6 @@ class _Function:
     def __call__(self, call: AgentCall, stop: _Stop) -> Any:
         """What the function returns. Once it is to stop, a coroutine is cancelled, and the client
         of an ordinary function is closed."""
-        limits = self._httpx.Limits()  # any number of connections
-        http: dict[str, Any] = {"verify": _TLS, "trust_env": False, "limits": limits}
         options: dict[str, Any] = {
             "base_url": call.url,
             "api_key": call.key,
@@ -273,8 +269,9 @@ class _Function:
             "max_retries": 2,
         }
         if self._is_async:
-            return asyncio.run(self._run(call.prompt, options, http, stop))
-        client = self._openai.OpenAI(**options, http_client=self._httpx.Client(**http))
+            return asyncio.run(self._run(call.prompt, options, stop))
+        http_client = self._openai.DefaultHttpxClient(verify=_TLS, trust_env=False)
+        client = self._openai.OpenAI(**options, http_client=http_client)
         with client, stop.by(client.close):
             value = self._function(client, call.prompt)
         if inspect.isawaitable(value):
@@ -282,10 +279,8 @@ class _Function:
             raise CallFailed("reward", text)
         return value
 
-    async def _run(
-        self, prompt: Prompt, options: dict[str, Any], http: dict[str, Any], stop: _Stop
-    ) -> Any:
-        http_client = self._httpx.AsyncClient(**http)
+    async def _run(self, prompt: Prompt, options: dict[str, Any], stop: _Stop) -> Any:
+        http_client = self._openai.DefaultAsyncHttpxClient(verify=_TLS, trust_env=False)
         async with self._openai.AsyncOpenAI(**options, http_client=http_client) as client:
             return await stop.ends(self._function(client, prompt))
 

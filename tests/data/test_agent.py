@@ -501,7 +501,7 @@ def test_check_agent_refuses_functions(agent: str, options: dict[str, Any], mess
 
 def test_check_agent_refuses_a_reward_function():
     message = (
-        f"data.reward: '{AGENTS}:takes_one' takes (client: 'Any') -> 'float', expected 2 "
+        f"turns.reward: '{AGENTS}:takes_one' takes (client: 'Any') -> 'float', expected 2 "
         "positional arguments"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -61,19 +61,13 @@ def the_environment_exists(plan: Plan) -> Found:
 
 
 @rule("turns")
-def the_agent_exists(plan: Plan) -> Found:
+def the_agent_and_its_packages_exist(plan: Plan) -> Found:
     for name in ("agent", "reward"):
         value = getattr(plan.turns, name)
         if value is not None and not _CLASS.fullmatch(value):
             yield name, f"{show(value)}, expected module:function"
-
-
-@rule("turns")
-def an_agent_has_its_packages(plan: Plan) -> Found:
-    if not plan.turns.has_agent:
-        return
     for package in ("openai", "renderers"):
-        if find_spec(package) is None:
+        if plan.turns.has_agent and find_spec(package) is None:
             rule = f"expected it. Run {INSTALL}"
             yield str(plan.turns.kind), f"{plan.turns.name} without the package {package}, {rule}"
 
