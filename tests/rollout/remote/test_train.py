@@ -82,14 +82,17 @@ SAME = ("reward", "loss", "grad_norm", "policy/", "mismatch/", "age/", "route/co
 def test_train_generates_turns_ahead(tmp_path: Path):
     """A run that plays the recorded turns has the same numbers, to the last bit."""
 
-    def turns(name: str, *more: str) -> list[dict[str, Any]]:
+    def turns(name: str, config: str, *more: str) -> list[dict[str, Any]]:
         folder = tmp_path / name
-        config = CONFIG.with_name("tiny_turns.yaml")
         asked = [*QUICK[:2], "log.progress=false", "evaluate.every=0", "steps=4", "rollout.ahead=2"]
-        assert train.main([str(config), f"run={folder}", *asked, *more]) == 0
+        assert train.main([str(CONFIG.parent / config), f"run={folder}", *asked, *more]) == 0
         return rows_of(folder)
 
-    forms = {"whole": (), "apart": ("turns.form=stepwise", "turns.merge=false")}
+    forms = {
+        "whole": ("tiny_turns.yaml",),
+        "apart": ("tiny_turns.yaml", "turns.form=stepwise", "turns.merge=false"),
+        "agents": ("examples/agent.yaml", "turns.timeout=120"),
+    }
     with server_processes(tmp_path, 2, COMMON) as servers:
         found = {
             name: turns(name, *form, over(servers), "rollout.record=rollouts")
