@@ -47,7 +47,7 @@ class _Run:
     """An agent that runs, in the endpoint's loop.
 
     Attributes:
-        key: of the endpoint
+        key: of the endpoint; empty: the agent has ended
         owner: in the pool
         late: the timer while no call of it waits
         since: when it began to wait for nothing
@@ -212,7 +212,7 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         scores = method == "run" and self._config.trajectory.turns.reward is not None
         try:
             reward, components = future.result()
-            self._config.endpoint.remove(run.key)
+            self._refuse_calls(run)
             if scores:
                 shown = replace(trajectory.prompt, images=())
                 self._submit(run, "score", (shown, trajectory.calls))
@@ -242,12 +242,17 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         run.over = True
         self._watch(run)
         self._runs.discard(run)
-        self._config.endpoint.remove(run.key)
+        self._refuse_calls(run)
         self._config.pool.release(run.owner)
         prompt = run.trajectory.prompt
         for key, future in self._asked.items():
             if key[:2] == (prompt.id, run.trajectory.index) and not future.done():
                 future.set_exception(_over())
+
+    def _refuse_calls(self, run: _Run) -> None:
+        if run.key:
+            self._config.endpoint.remove(run.key)
+            run.key = ""
 
     def _stop_all(self) -> None:
         self._closed = True

@@ -68,5 +68,4 @@ class Agents(Trajectories):
             yield from trajectories_of(feed, engine, sampling, counts)
 
     def close(self) -> None:
-        if self._started:
-            self.config.endpoint.close()
+        self.config.endpoint.close()

@@ -1,14 +1,23 @@
-"""The OpenAI-compatible server of agents, in a thread with its event loop."""
+"""The OpenAI-compatible endpoint that agents call, in a thread of the trainer.
+
+Each trajectory has a secret key; what a program calls with it goes to that trajectory. Programs
+that take only a URL have the key in it: http://HOST:PORT/t/KEY/v1.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
+import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -19,13 +28,12 @@ from pyrl_ext.rollout.agents.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    Head,
     Rules,
 )
 
-MOST_BYTES = 16 << 20  # of a body
-_WAITING_SECONDS = 10.0  # between signs of life of a stream
-_CLOSE_SECONDS = 10.0
-
+WAITING_S = 10.0  # between the comments of a stream that waits for its answer
+SHUTDOWN_S = 2.0  # longest wait at the end for clients that do not read
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -33,244 +41,347 @@ class Callee(Protocol):
     """A trajectory. All methods run in the endpoint's event loop."""
 
     async def chat(self, request: ChatRequest) -> Answer:
-        """Answer messages; cancelled if the client goes away. Raises: ApiError."""
+        """The answer to a chat. Raises: ApiError."""
         ...
 
     async def complete(self, request: CompletionRequest) -> Answer:
-        """Continue a text or token ids; as `chat`."""
+        """The answer to a prompt. Raises: ApiError."""
         ...
 
     def undelivered(self, answer: Answer) -> None:
-        """Called if the client went away before an answer was written."""
+        """The client went away before the answer was written."""
         ...
 
 
 class Endpoint:
-    """Serves trajectories, each under a key, on a local address.
-
-    A caller shows its key as ``Authorization: Bearer KEY``, or calls below ``/t/KEY/v1``.
+    """The server, which listens once it is built and answers once it is started.
 
     Args:
-        rules: what the run's sampling allows
-        host, port: to listen on; port 0: a free one
+        rules: of the run
+        host: address to listen on
+        port: 0: a free one
 
     Attributes:
-        loop: the event loop, once started
-        url: its address, with /v1
+        loop: of the server's thread
+        url: that clients take as their base URL
+
+    Raises: OSError for an address that cannot be used.
     """
 
     def __init__(self, rules: Rules, host: str = "127.0.0.1", port: int = 0):
         self.rules = rules
-        self.host = host
-        self.port = port
-        self.url = ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, port), family=family, backlog=1024)
+        number = self._listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{number}/v1"
         self.loop = asyncio.new_event_loop()
-        self._callees: dict[str, Callee] = {}
-        self._thread: threading.Thread | None = None
-        self._runner: web.AppRunner | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._created = int(time.time())
+        # By digests of keys, so that the time of a look-up tells nothing about a key.
+        self._callees: dict[bytes, Callee] = {}
+        self._running: set[asyncio.Task[Answer]] = set()
         self._closing = False
+        self._ended = asyncio.Event()
+        self._started: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+
+    # threads of the trainer -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen. Raises: OSError if the address cannot be used."""
-        self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
+        """Start the thread; returns once the server answers."""
+        self._thread = threading.Thread(target=self._run, name="agents endpoint", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result()
+        self._started.result()
 
     def add(self, callee: Callee) -> str:
-        """A new key of a trajectory; from any thread."""
-        key = secrets.token_hex(16)
-        self._callees[key] = callee
+        """The new secret key of a trajectory. Any thread may call this."""
+        key = secrets.token_urlsafe(32)
+        self._callees[_digest(key)] = callee
         return key
 
     def remove(self, key: str) -> None:
-        """Serve a trajectory no longer; from any thread."""
-        self._callees.pop(key, None)
+        """Refuse later calls with a key; running ones go on. Any thread may call this.
+
+        Raises: KeyError for a key that is not in use.
+        """
+        del self._callees[_digest(key)]
 
     def close(self) -> None:
-        """End the server and its thread; open calls get an error."""
+        """End the server and its thread; open calls get a 503. Not for the loop's own thread."""
         if self._thread is None:
+            self._listening.close()
             self.loop.close()
             return
-        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    # the endpoint's thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._serve_until_closed())
 
-    async def _listen(self) -> None:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._shaped])
-        for prefix in ("/v1", "/t/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/completions", self._complete)
-            app.router.add_get(f"{prefix}/models", self._models)
-            app.router.add_get(f"{prefix}/models/{{model}}", self._model)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_SECONDS
+    async def _serve_until_closed(self) -> None:
+        runner = web.AppRunner(
+            self._application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, backlog=4096)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-        self.url = f"http://{self.host}:{self.port}/v1"
-
-    async def _end(self) -> None:
-        self._closing = True
-        for call in self._calls:
-            call.cancel()
-        assert self._runner is not None  # `start` has set it
-        await self._runner.cleanup()
-
-    @web.middleware
-    async def _shaped(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every error as OpenAI's JSON."""
         try:
-            return await handler(request)
-        except ApiError as error:
-            return _error(error)
-        except web.HTTPRequestEntityTooLarge:
-            text = f"a body of more than {MOST_BYTES} bytes, expected at most that many"
-            return _error(ApiError(413, text))
-        except web.HTTPException as error:
-            methods = error.headers.get("Allow", "")
-            rule = f"expected {methods}" if methods else "expected /v1/chat/completions"
-            text = f"{request.method} {request.path[:200]}: {error.reason}, {rule}"
-            return _error(ApiError(error.status, text, kind="not_found_error"))
-        except ConnectionError:
+            await runner.setup()
+            await web.SockSite(runner, self._listening).start()
+        except BaseException as error:
+            self._started.set_exception(error)
             raise
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            text = f"{type(error).__name__} in the trainer, expected an answer; its stderr has more"
-            return _error(ApiError(500, text, kind="server_error"))
+        self._started.set_result(None)
+        await self._ended.wait()
+        self._closing = True
+        for task in self._running:
+            task.cancel()
+        await runner.cleanup()
 
-    def _callee(self, request: web.Request) -> Callee:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = request.match_info.get("key") or (key if scheme.lower() == "bearer" else "")
-        # keys have 128 random bits, so that the time of a lookup tells nothing about them
-        callee = self._callees.get(key.strip())
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=protocol.MAX_BODY, middlewares=[_errors])
+        app.on_response_prepare.append(_name_reply)
+        for prefix in ("/v1", "/t/{key}/v1"):
+            app.router.add_route("POST", f"{prefix}/chat/completions", self._chat)
+            app.router.add_route("POST", f"{prefix}/completions", self._complete)
+            app.router.add_route("GET", f"{prefix}/models", self._models)
+            app.router.add_route("GET", f"{prefix}/models/{{model:.+}}", self._model)
+        return app
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        self._callee(http)  # nothing is read without a key
+        request = protocol.read_chat(await _body(http), self.rules)
+        callee = self._callee(http)  # the key may be removed meanwhile
+        head = self._head("chatcmpl")
+
+        def body(answer: Answer) -> bytes:
+            if request.stream:
+                return _events(protocol.chat_chunks(answer, request, head))
+            return _json(protocol.chat_reply(answer, request, head))
+
+        return await self._answer(http, callee, callee.chat(request), request.stream, body)
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        self._callee(http)  # nothing is read without a key
+        request = protocol.read_completion(await _body(http), self.rules)
+        callee = self._callee(http)  # the key may be removed meanwhile
+        head = self._head("cmpl")
+
+        def body(answer: Answer) -> bytes:
+            if request.stream:
+                return _events(protocol.completion_chunks(answer, request, head))
+            return _json(protocol.completion_reply(answer, request, head))
+
+        return await self._answer(http, callee, callee.complete(request), request.stream, body)
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        self._callee(http)
+        entry = protocol.model_entry(self.rules.model, self._created)
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def _model(self, http: web.Request) -> web.StreamResponse:
+        self._callee(http)
+        protocol.require_model(http.match_info["model"], self.rules)
+        return web.json_response(protocol.model_entry(self.rules.model, self._created))
+
+    def _head(self, kind: str) -> Head:
+        return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.rules.model)
+
+    def _callee(self, http: web.Request) -> Callee:
+        """The trajectory of a request's key. Raises: ApiError."""
+        authorization = http.headers.get("Authorization", "")
+        scheme, _, given = authorization.partition(" ")
+        key = http.match_info.get("key", given if scheme.lower() == "bearer" else "")
+        callee = self._callees.get(_digest(key))
         if callee is None:
-            rule = "expected the API key of a trajectory that runs"
-            text = "Incorrect API key provided" if key else "No API key provided"
-            raise ApiError(401, f"{text}, {rule}", "invalid_api_key", kind="authentication_error")
+            raise ApiError(
+                401,
+                "no key of a running trajectory, expected one in the header Authorization: Bearer "
+                "KEY, or in the base URL, /t/KEY/v1",
+                "invalid_api_key",
+                kind="authentication_error",
+            )
         return callee
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        callee = self._callee(request)
-        asked = protocol.read_chat(await request.read(), self.rules)
-        model = self.rules.model
-        if asked.stream:
-            return await self._streamed(
-                request,
-                callee,
-                callee.chat(asked),
-                lambda answer: protocol.chat_chunks(answer, model, asked),
-            )
-        answer = await self._called(callee.chat(asked))
-        body = protocol.chat_body(answer, model, asked.logprobs)
-        return await _written(request, callee, answer, body)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        callee = self._callee(request)
-        asked = protocol.read_completion(await request.read(), self.rules)
-        model = self.rules.model
-
-        def body(answer: Answer) -> dict[str, Any]:
-            return protocol.completion_body(answer, model, asked.logprobs)
-
-        if asked.stream:
-            chunks = lambda answer: [body(answer)]  # noqa: E731
-            return await self._streamed(request, callee, callee.complete(asked), chunks)
-        answer = await self._called(callee.complete(asked))
-        return await _written(request, callee, answer, body(answer))
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._callee(request)
-        return web.json_response(protocol.models_body(self.rules.model))
-
-    async def _model(self, request: web.Request) -> web.StreamResponse:
-        self._callee(request)
-        name = request.match_info["model"]
-        if name != self.rules.model:
-            text = f"the model {name[:200]!r} does not exist, expected {self.rules.model!r}"
-            raise ApiError(404, text, "model_not_found", "model")
-        return web.json_response(protocol.model_body(name))
-
-    async def _called(self, call: Awaitable[Answer]) -> Answer:
-        """The answer of a trajectory. Raises: ApiError; CancelledError if the client went away."""
-        task = asyncio.ensure_future(call)
-        self._calls.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self._closing:
-                raise ApiError(503, "the run is over", kind="server_error") from None
-            raise
-        finally:
-            self._calls.discard(task)
-
-    async def _streamed(
+    async def _answer(
         self,
-        request: web.Request,
+        http: web.Request,
         callee: Callee,
-        call: Awaitable[Answer],
-        chunks: Callable[[Answer], Iterable[dict[str, Any]]],
+        call: Coroutine[Any, Any, Answer],
+        stream: bool,
+        body: Callable[[Answer], bytes],
     ) -> web.StreamResponse:
-        """An answer as events, once it is there as a whole; comments show that it is awaited.
+        """Run a call and write its reply. A client that goes away cancels the call.
 
-        An error that comes after a first comment is an event: the status is sent already.
+        A stream is sent when the whole answer is there: the policy samples it in one piece, and
+        tool calls are found in the whole text. Until then the client gets a comment now and then,
+        so that neither it nor a proxy takes the silence for an end.
+
+        Raises: ApiError while nothing is written; later ones are events of the stream.
         """
-        task = asyncio.ensure_future(self._called(call))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        try:
-            while not (await asyncio.wait([task], timeout=_WAITING_SECONDS))[0]:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(b": waiting\n\n")
-        except BaseException:
+        task = self.loop.create_task(call)
+        response = web.StreamResponse()
+        response.content_type = "text/event-stream" if stream else "application/json"
+        if self._closing:
             task.cancel()
-            raise
+        self._running.add(task)
         try:
-            answer = task.result()
+            await _wait(http, task, response, WAITING_S if stream else None)
+            answer = self._result(task)
+            content = _written(callee, answer, body)
         except ApiError as error:
             if not response.prepared:
                 raise
             await response.write(_event(error.body()))
-            return response
-        try:
-            if not response.prepared:
-                await response.prepare(request)
-            for chunk in chunks(answer):
-                await response.write(_event(chunk))
-            await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
+            return response
         except (ConnectionError, asyncio.CancelledError):
-            callee.undelivered(answer)
+            task.cancel()
+            task.add_done_callback(lambda task: _abandon(callee, task))
+            raise
+        finally:
+            self._running.discard(task)
+        try:
+            if not stream:
+                response.content_length = len(content)
+            await response.prepare(http)
+            await response.write(content)
+            await response.write_eof()
+        except BaseException:
+            _give_back(callee, answer)
             raise
         return response
 
+    def _result(self, task: asyncio.Task[Answer]) -> Answer:
+        """The answer of a call that ended. Raises: ApiError."""
+        try:
+            return task.result()
+        except ApiError:
+            raise
+        except asyncio.CancelledError as error:
+            if self._closing:
+                message = "the endpoint closes, expected no calls at the end of the rollouts"
+                raise ApiError(503, message, kind="server_error") from None
+            raise _failure(error) from None
+        except Exception as error:
+            raise _failure(error) from None
 
-async def _written(
-    request: web.Request, callee: Callee, answer: Answer, body: dict[str, Any]
-) -> web.StreamResponse:
-    """Write an answer here, to know whether the client was there."""
-    response = web.json_response(body)
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+async def _body(http: web.Request) -> bytes:
+    """The body of a request. Raises: ApiError."""
+    if http.content_length is not None and http.content_length > protocol.MAX_BODY:
+        raise web.HTTPRequestEntityTooLarge(protocol.MAX_BODY, http.content_length)
     try:
-        if request.transport is None or request.transport.is_closing():
-            raise ConnectionResetError("the client went away")
-        await response.prepare(request)
-        await response.write_eof()
-    except (ConnectionError, asyncio.CancelledError):
+        return await http.read()
+    except web.RequestPayloadError as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from None
+
+
+async def _wait(
+    http: web.Request,
+    task: asyncio.Task[Answer],
+    response: web.StreamResponse,
+    pause: float | None,
+) -> None:
+    """Wait until a call ended.
+
+    Args:
+        pause: between comments [s]; None: there are none
+    """
+    while True:
+        await asyncio.wait({task}, timeout=pause)
+        if task.done():
+            return
+        if not response.prepared:
+            await response.prepare(http)
+        await response.write(b": waiting\n\n")
+
+
+def _abandon(callee: Callee, task: asyncio.Task[Answer]) -> None:
+    """Look at the end of a call whose client went away."""
+    if task.cancelled():
+        return
+    error = task.exception()
+    if error is None:
+        _give_back(callee, task.result())
+    elif not isinstance(error, ApiError):
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def _give_back(callee: Callee, answer: Answer) -> None:
+    try:
         callee.undelivered(answer)
+    except Exception as error:
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def _written(callee: Callee, answer: Answer, body: Callable[[Answer], bytes]) -> bytes:
+    """The body of a reply. Raises: ApiError for what JSON cannot hold, NaN for example."""
+    try:
+        return body(answer)
+    except Exception as error:
+        _give_back(callee, answer)
+        raise _failure(error) from None
+
+
+def _failure(error: BaseException) -> ApiError:
+    """What the client is told about an unexpected exception; the trainer's output has it whole."""
+    traceback.print_exception(error, file=sys.stderr)
+    name = type(error).__name__
+    message = f"the trainer failed with {name}, expected an answer; its output has the traceback"
+    return ApiError(500, message, kind="server_error")
+
+
+def _json(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, allow_nan=False).encode()
+
+
+def _event(message: dict[str, Any]) -> bytes:
+    return b"data: " + _json(message) + b"\n\n"
+
+
+def _events(messages: list[dict[str, Any]]) -> bytes:
+    events = [_event(message) for message in messages]
+    return b"".join(events) + b"data: [DONE]\n\n"
+
+
+async def _name_reply(http: web.Request, response: web.StreamResponse) -> None:
+    response.headers["x-request-id"] = f"req_{uuid.uuid4().hex}"
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in OpenAI's JSON."""
+    headers: dict[str, str] = {}
+    try:
+        return await handler(request)
+    except ApiError as error:
+        told = error
+    except web.HTTPRequestEntityTooLarge:
+        text = f"the body is too large, expected at most {protocol.MAX_BODY >> 20} MiB"
+        told = ApiError(413, text)
+    except web.HTTPMethodNotAllowed as error:
+        headers["Allow"] = error.headers["Allow"]
+        text = f"{request.method}, expected {headers['Allow']}"
+        told = ApiError(405, text, "method_not_allowed")
+    except web.HTTPException as error:
+        text = (
+            f"{request.method} {request.path[: protocol.SHOWN]} is not served, expected POST "
+            "/v1/chat/completions, POST /v1/completions, GET /v1/models or GET /v1/models/MODEL"
+        )
+        told = ApiError(error.status, text, "unknown_url", kind="not_found_error")
+    except ConnectionError:
         raise
-    return response
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
-
-
-def _error(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status)
+    except Exception as error:
+        told = _failure(error)
+    if told.status >= 500:
+        headers["x-should-retry"] = "false"  # the official clients would call again
+    return web.json_response(told.body(), status=told.status, headers=headers)

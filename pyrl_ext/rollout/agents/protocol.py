@@ -1,34 +1,33 @@
-"""The OpenAI-compatible interface as data: requests, answers and errors.
+"""Requests, replies and errors of the endpoint that agents call, in OpenAI's JSON.
 
-An argument that would change how tokens are drawn is refused unless it says what the run says: the
-log-probs that are trained on belong to the run's distribution.
+An argument that the endpoint cannot obey is refused, never ignored: tokens that were drawn from
+another distribution than the agent asked for would be trained on without anyone knowing.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from pyrl_ext.plan.language.errors import show
-
-_NUMBERS = itertools.count()
-_STARTED = f"{time.time_ns():x}"
+MAX_BODY = 16 << 20  # of a request [bytes]
+MAX_DEPTH = 100  # of objects and lists within each other
+SHOWN = 200  # characters of a wrong value in a message
 
 
 class ApiError(Exception):
-    """An error of a call.
+    """An error that the client is told.
 
     Args:
         status: of HTTP
-        message: what, expected what
-        code, param: as clients of OpenAI read them
-        kind: the error's type
+        message: what is wrong, what is expected and what to do
+        code: OpenAI's name of the error, `invalid_api_key` for example
+        param: name of the wrong argument, `messages[0].content` for example
+        kind: OpenAI's type of the error
     """
 
     def __init__(
@@ -47,9 +46,14 @@ class ApiError(Exception):
         self.kind = kind
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
-        fields = {"message": self.message, "type": self.kind, "param": self.param}
-        return {"error": fields | {"code": self.code}}
+        """The JSON of the reply."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,10 @@ class Rules:
     """What the run's sampling allows.
 
     Args:
-        model: the only one
-        temperature, top_p, stop: of the run
-        max_new_tokens: longest answer
-        vocabulary: number of token ids that the model knows
+        model: name that requests use
+        temperature, top_p, stop: of the run; a request cannot change them
+        max_new_tokens: most tokens of one answer
+        vocabulary: number of token ids
     """
 
     model: str
@@ -73,16 +77,17 @@ class Rules:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Messages to answer.
+    """A call of /v1/chat/completions.
 
     Args:
-        messages: role and content, and of the others only the keys that are set
-        tools: that the messages' template shows
-        calls: False: tool calls in the answer stay text
-        max_tokens: longest answer; None: the run's
-        stream: the answer is sent as events
-        include_usage: the last event holds the number of tokens
-        logprobs: of the answer's tokens
+        messages: with role, content (text or None), and those of tool_calls, tool_call_id, name
+            and reasoning_content that are set
+        tools: function tools as the client wrote them
+        calls: True if the policy may call the tools
+        max_tokens: most tokens of the answer, at most the run's; None: as many as the run allows
+        stream: True if the reply is a stream of events
+        include_usage: True if the stream ends with the numbers of tokens
+        logprobs: True if the reply has the log-probs of the sampled tokens
     """
 
     messages: list[dict[str, Any]]
@@ -96,7 +101,12 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A text, or token ids, to continue; the rest as `ChatRequest`."""
+    """A call of /v1/completions.
+
+    Args:
+        prompt: text, or token ids
+        max_tokens, stream, include_usage, logprobs: as in `ChatRequest`
+    """
 
     prompt: str | list[int]
     max_tokens: int | None
@@ -110,12 +120,13 @@ class Answer:
     """The answer of a trajectory to a call.
 
     Args:
-        text: content; None: none
-        reasoning: before it
-        tool_calls: (id, name, arguments as JSON) of each
-        prompt_tokens: number of tokens of its context
-        token_texts: of the sampled tokens, where log-probs were asked for
-        logprobs: of the sampled tokens
+        text: None: the policy only called tools or reasoned
+        reasoning: text before the answer; None: there is none
+        tool_calls: (id, name, arguments as JSON text) of each
+        finish_reason: why it ended
+        prompt_tokens: number of tokens before the sampled ones
+        token_texts: text of each sampled token, where log-probs were asked for
+        logprobs: of each sampled token, in the run's distribution
     """
 
     text: str | None
@@ -127,83 +138,273 @@ class Answer:
     logprobs: tuple[float, ...]
 
 
-# requests -----------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, as the client wrote it."""
+    text = json.dumps(value)
+    if len(text) <= SHOWN:
+        return text
+    return text[:SHOWN] + "..."
+
+
+def _wrong(param: str, value: Any, expected: str) -> ApiError:
+    return ApiError(400, f"{param} is {_shown(value)}, expected {expected}", param=param)
+
+
+def _unreadable(reason: str) -> ApiError:
+    return ApiError(400, f"the body is no valid JSON: {reason}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(
+                400, f"the key {_shown(name)} occurs twice in an object, expected once", param=name
+            )
+        found[name] = value
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise _unreadable(f"{text}, expected a finite number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        _no_number(text[:SHOWN])
+    return number
+
+
+def _require_shallow(value: Any) -> None:
+    """Raises: ApiError for more than MAX_DEPTH objects and lists within each other."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            inner += [item for item in values if isinstance(item, dict | list)]
+        if not inner:
+            return
+        level = inner
+    raise _unreadable(f"more than {MAX_DEPTH} objects and lists within each other")
+
+
+def _arguments(body: bytes) -> dict[str, Any]:
+    """The object in a body. Raises: ApiError."""
+    try:
+        text = body.decode()
+        arguments = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite
+        )
+    except RecursionError:
+        raise _unreadable(f"more than {MAX_DEPTH} objects and lists within each other") from None
+    except ValueError as error:
+        raise _unreadable(str(error)) from None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"the body is {_shown_kind(arguments)}, expected an object")
+    _require_shallow(arguments)
+    if "\\u" in text:
+        try:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise _unreadable("half of a surrogate pair, expected Unicode text") from None
+    return arguments
+
+
+def _shown_kind(value: Any) -> str:
+    return "a list" if isinstance(value, list) else _shown(value)
+
+
+# Arguments that the run decides -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Neutral:
+    """An argument that may only be given without effect.
+
+    Args:
+        values: that may be given, next to null
+        reason: why no others
+    """
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+_ONE_ANSWER = "a call gets one answer"
+_DISTRIBUTION = "the log-probs that are trained on belong to the run's distribution"
+
+_NEUTRAL_IN_BOTH = {
+    "n": _Neutral((1,), _ONE_ANSWER),
+    "seed": _Neutral((), "the trainer draws by the run's seed"),
+    "frequency_penalty": _Neutral((0,), _DISTRIBUTION),
+    "presence_penalty": _Neutral((0,), _DISTRIBUTION),
+    "logit_bias": _Neutral(({},), _DISTRIBUTION),
+}
+_NEUTRAL_IN_CHATS = _NEUTRAL_IN_BOTH | {
+    "tool_choice": _Neutral(("auto", "none"), "a call cannot be enforced while tokens are sampled"),
+    "parallel_tool_calls": _Neutral((True,), "the number of calls cannot be limited"),
+    "response_format": _Neutral(({"type": "text"},), "a format cannot be enforced"),
+    "top_logprobs": _Neutral((0,), "log-probs of sampled tokens are known, of others not"),
+}
+_NEUTRAL_IN_COMPLETIONS = _NEUTRAL_IN_BOTH | {
+    "best_of": _Neutral((1,), _ONE_ANSWER),
+    "echo": _Neutral((False,), "a reply has sampled tokens only"),
+    "suffix": _Neutral(("",), "tokens are sampled at the end of the prompt"),
+}
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """True if two values are the same JSON; true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _take_neutral(arguments: dict[str, Any], table: dict[str, _Neutral]) -> None:
+    """Remove the arguments of a table. Raises: ApiError for one that would have an effect."""
+    for name, neutral in table.items():
+        value = arguments.pop(name, None)
+        if value is None or any(_equal(value, other) for other in neutral.values):
+            continue
+        expected = " or ".join(_shown(other) for other in neutral.values) or "none"
+        raise _wrong(name, value, f"{expected}: {neutral.reason}. Leave it out")
+
+
+def _take_sampling(arguments: dict[str, Any], rules: Rules) -> None:
+    """Remove temperature, top_p and stop. Raises: ApiError for others than the run's."""
+    for name, of_run in (("temperature", rules.temperature), ("top_p", rules.top_p)):
+        value = arguments.pop(name, None)
+        if value is not None and not _equal(value, of_run):
+            raise _wrong_sampling(name, value, of_run)
+    stop = arguments.pop("stop", None)
+    texts = [stop] if isinstance(stop, str) else stop
+    if texts is not None and texts != list(rules.stop):
+        raise _wrong_sampling("stop", stop, list(rules.stop))
+
+
+def _wrong_sampling(name: str, value: Any, of_run: Any) -> ApiError:
+    return _wrong(
+        name,
+        value,
+        f"the run's {_shown(of_run)}: {_DISTRIBUTION}. Leave it out, or set rollout.{name} in the "
+        "config",
+    )
+
+
+def _require_model(arguments: dict[str, Any], rules: Rules) -> None:
+    model = arguments.get("model")
+    if not isinstance(model, str):
+        raise _wrong("model", model, f"the text {_shown(rules.model)}")
+    require_model(model, rules)
+
+
+def require_model(model: str, rules: Rules) -> None:
+    """Raises: ApiError for another model than the run's."""
+    if model != rules.model:
+        message = f"the model {_shown(model)} does not exist, expected {_shown(rules.model)}"
+        raise ApiError(404, message, "model_not_found", "model", "not_found_error")
+
+
+# Arguments of the client --------------------------------------------------------------------------
+
+
+def _parts(content: Any) -> Any:
+    """Content as a list of parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is not None and not isinstance(content, list):
+        raise PydanticCustomError("content", "text or a list of text parts")
+    return content
+
+
+def _text_only(kind: Any) -> Any:
+    if kind != "text":
+        raise PydanticCustomError(
+            "part", '"text": agents send text only, no images, audio or files'
+        )
+    return kind
+
+
+def _null_if_empty(value: Any) -> Any:
+    return None if value in ("", [], {}) else value
+
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
+Nothing = Annotated[None, BeforeValidator(_null_if_empty)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _TextPart(_Strict):
-    type: Literal["text"]
+class _Part(_Strict):
+    type: Annotated[str, BeforeValidator(_text_only)]
     text: str
 
 
-class _Function(_Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+Parts = Annotated[list[_Part], Field(min_length=1)]
+Content = Annotated[Parts | None, BeforeValidator(_parts)]
+
+
+class _Called(_Strict):
+    name: str
     arguments: str
 
 
 class _ToolCall(_Strict):
-    id: Annotated[str, Field(min_length=1)]
+    id: str
     type: Literal["function"] = "function"
-    function: _Function
-    index: int | None = None
+    function: _Called
+    index: int | None = None  # of streams, where clients keep it
 
 
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_TextPart] | None = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # what clients write back of an answer
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    # the client writes these into messages that it got
+    refusal: Nothing = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
 
-    @model_validator(mode="after")
-    def _fits_its_role(self) -> _Message:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls, expected them in messages of the assistant alone")
-        if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("no tool_call_id, expected the id of the call that it answers")
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("no content, expected text")
-        return self
+    @property
+    def text(self) -> str | None:
+        if self.content is None:
+            return None
+        return "".join(part.text for part in self.content)
 
-    def plain(self) -> dict[str, Any]:
-        """Role, content, and the other keys that are set."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": self.role, "content": content}
+    def normal(self) -> dict[str, Any]:
+        """The message as in `ChatRequest`."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
-            calls = [
-                call.model_dump(include={"id", "type", "function"}) for call in self.tool_calls
-            ]
-            found["tool_calls"] = calls
-        for name in ("tool_call_id", "name", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                found[name] = value
-        return found
+            calls: list[dict[str, Any]] = []
+            for call in self.tool_calls:
+                calls.append(_call(call.id, call.function.name, call.function.arguments))
+            message["tool_calls"] = calls
+        for key in ("tool_call_id", "name", "reasoning_content"):
+            value = getattr(self, key)
+            if value is not None:
+                message[key] = value
+        return message
 
 
-class _Schema(_Strict):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+class _Function(_Strict):
+    name: Name
     description: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class _Tool(_Strict):
     type: Literal["function"]
-    function: _Schema
-
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+    function: _Function
 
 
 class _StreamOptions(_Strict):
@@ -211,254 +412,320 @@ class _StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class _ResponseFormat(_Strict):
-    type: Literal["text"]
-
-
-_Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
-_Limit = Annotated[int, Field(ge=1)]
-
-
-class _Common(_Strict):
-    """Arguments of both calls; those that change nothing may be anything."""
-
+class _Arguments(_Strict):
     model: str
-    max_tokens: _Limit | None = None
-    temperature: _Number | None = None
-    top_p: _Number | None = None
-    stop: str | list[str] | None = None
-    n: Literal[1] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    frequency_penalty: Annotated[_Number, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[_Number, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
+    # accepted without effect
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class _Chat(_Common):
+class _ChatArguments(_Arguments):
     messages: Annotated[list[_Message], Field(min_length=1)]
-    max_completion_tokens: _Limit | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: _ResponseFormat | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
 
 
-class _Completion(_Common):
-    prompt: str | list[Annotated[int, Field(ge=0)]] | Annotated[list[str], Field(max_length=1)]
+class _CompletionArguments(_Arguments):
+    prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+
+
+# What pydantic says in Python's terms, by the type of its error.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_pattern_mismatch": "1 to 64 letters, digits, _ or -",
+    "string_type": "text",
+    "too_short": "at least one item",
+}
+
+
+def _param(path: tuple[int | str, ...]) -> str:
+    """The name of a place in the arguments, `messages[0].content` for example."""
+    name = ""
+    for step in path:
+        if isinstance(step, int):
+            name += f"[{step}]"
+        else:
+            name += f".{step}" if name else step
+    return name
+
+
+def _checked[T: BaseModel](kind: type[T], arguments: dict[str, Any]) -> T:
+    """Raises: ApiError for the first wrong argument."""
+    try:
+        return kind.model_validate(arguments)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+    param = _param(wrong["loc"])[:SHOWN]
+    if wrong["type"] == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {param}"
+        raise ApiError(400, message, param=param)
+    if wrong["type"] == "missing":
+        raise ApiError(400, f"{param} is missing, expected a value", param=param)
+    expected = _EXPECTED.get(wrong["type"], wrong["msg"].removeprefix("Input should be "))
+    raise _wrong(param, wrong["input"], expected)
+
+
+def _budget(arguments: _Arguments, completion: int | None, rules: Rules) -> int | None:
+    """The most tokens of an answer, at most the run's; None: it is not asked for."""
+    asked = arguments.max_tokens
+    if asked is not None and completion is not None and asked != completion:
+        expected = f"max_completion_tokens, {completion}. Leave one of them out"
+        raise _wrong("max_tokens", asked, expected)
+    asked = completion if asked is None else asked
+    return None if asked is None else min(asked, rules.max_new_tokens)
+
+
+def _require_stream(arguments: _Arguments) -> None:
+    if arguments.stream_options is not None and not arguments.stream:
+        message = "stream_options is given without stream, expected stream true. Leave it out"
+        raise ApiError(400, message, param="stream_options")
+
+
+def _require_role_keys(message: _Message, where: str) -> None:
+    """Raises: ApiError for keys that a message of this role lacks or cannot have."""
+    role = _shown(message.role)
+    if message.role != "assistant":
+        for key in ("tool_calls", "reasoning_content"):
+            if getattr(message, key) is not None:
+                param = f"{where}.{key}"
+                text = f"{param} is set in a message of role {role}, expected in assistant's only"
+                raise ApiError(400, text, param=param)
+    if (message.role == "tool") != (message.tool_call_id is not None):
+        param = f"{where}.tool_call_id"
+        expected = "the id of a tool call in messages of role tool, and nowhere else"
+        raise _wrong(param, message.tool_call_id, expected)
+    says_nothing = not message.tool_calls and message.reasoning_content is None
+    if message.content is None and (message.role != "assistant" or says_nothing):
+        expected = "text; only assistant messages with tool_calls or reasoning_content have none"
+        raise _wrong(f"{where}.content", None, expected)
+
+
+def _require_distinct(tools: list[_Tool]) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = tool.function.name
+        if name in names:
+            raise _wrong(f"tools[{index}].function.name", name, "a name that no tool before has")
+        names.add(name)
 
 
 def read_chat(body: bytes, rules: Rules) -> ChatRequest:
-    """The request of a body. Raises: ApiError."""
-    found = _read(_Chat, body, rules)
-    limits = {each for each in (found.max_tokens, found.max_completion_tokens) if each is not None}
-    if len(limits) > 1:
-        raise ApiError(
-            400,
-            f"max_completion_tokens {found.max_completion_tokens} with max_tokens "
-            f"{found.max_tokens}, expected one of them",
-            param="max_completion_tokens",
-        )
+    """The request in the body of a POST to /v1/chat/completions. Raises: ApiError."""
+    arguments = _arguments(body)
+    _require_model(arguments, rules)
+    calls = arguments.get("tool_choice") != "none"
+    _take_neutral(arguments, _NEUTRAL_IN_CHATS)
+    _take_sampling(arguments, rules)
+    checked = _checked(_ChatArguments, arguments)
+    _require_stream(checked)
+    _require_distinct(checked.tools or [])
+    messages: list[dict[str, Any]] = []
+    for index, message in enumerate(checked.messages):
+        _require_role_keys(message, f"messages[{index}]")
+        messages.append(message.normal())
     return ChatRequest(
-        messages=[message.plain() for message in found.messages],
-        tools=[tool.plain() for tool in found.tools or ()],
-        calls=found.tool_choice != "none",
-        max_tokens=next(iter(limits), None),
-        stream=bool(found.stream),
-        include_usage=_usage(found),
-        logprobs=bool(found.logprobs),
+        messages,
+        arguments.get("tools") or [],
+        calls,
+        _budget(checked, checked.max_completion_tokens, rules),
+        bool(checked.stream),
+        checked.include_usage,
+        bool(checked.logprobs),
     )
+
+
+def _prompt(prompt: Any, rules: Rules) -> str | list[int]:
+    """Text or token ids, also as the only item of a list. Raises: ApiError."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            text = f"prompt is a list of {len(prompt)} prompts, expected one: {_ONE_ANSWER}"
+            raise ApiError(400, text, param="prompt")
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list) or not prompt:
+        raise _wrong("prompt", prompt, "text or a list of token ids, not empty")
+    if isinstance(prompt, str):
+        return prompt
+    for index, token in enumerate(prompt):
+        if type(token) is not int or not 0 <= token < rules.vocabulary:
+            raise _wrong(f"prompt[{index}]", token, f"a token id below {rules.vocabulary}")
+    return prompt
 
 
 def read_completion(body: bytes, rules: Rules) -> CompletionRequest:
-    """The request of a body. Raises: ApiError."""
-    found = _read(_Completion, body, rules)
-    prompt: Any = found.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-        (prompt,) = prompt
-    if not prompt:
-        raise ApiError(400, "prompt: empty, expected a text or token ids", param="prompt")
-    if not isinstance(prompt, str) and max(prompt) >= rules.vocabulary:
-        rule = f"0 to {rules.vocabulary - 1}, the model's"
-        raise ApiError(400, f"prompt: token id {max(prompt)}, expected {rule}", param="prompt")
+    """The request in the body of a POST to /v1/completions. Raises: ApiError."""
+    arguments = _arguments(body)
+    _require_model(arguments, rules)
+    _take_neutral(arguments, _NEUTRAL_IN_COMPLETIONS)
+    _take_sampling(arguments, rules)
+    checked = _checked(_CompletionArguments, arguments)
+    _require_stream(checked)
     return CompletionRequest(
-        prompt=prompt,
-        max_tokens=found.max_tokens,
-        stream=bool(found.stream),
-        include_usage=_usage(found),
-        logprobs=found.logprobs is not None,
+        _prompt(checked.prompt, rules),
+        _budget(checked, None, rules),
+        bool(checked.stream),
+        checked.include_usage,
+        checked.logprobs is not None,
     )
 
 
-def _usage(found: _Common) -> bool:
-    return found.stream_options is not None and bool(found.stream_options.include_usage)
+# Replies ------------------------------------------------------------------------------------------
 
 
-def _read[T: _Common](kind: type[T], body: bytes, rules: Rules) -> T:
-    try:
-        tree = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
-        text = f"the body is no JSON: {type(error).__name__}: {error}, expected a JSON object"
-        raise ApiError(400, text) from None
-    if not isinstance(tree, dict):
-        raise ApiError(400, f"the body is {show(tree)[:200]}, expected a JSON object")
-    if unknown := [name for name in tree if name not in kind.model_fields]:
-        text = f"Unrecognized request argument supplied: {unknown[0]}"
-        raise ApiError(400, text, "unknown_parameter", unknown[0])
-    try:
-        found = kind.model_validate(tree)
-    except (ValidationError, RecursionError) as error:
-        raise _invalid(error) from None
-    if found.model != rules.model:
-        rule = f"expected {rules.model!r}, the policy that is trained"
-        text = f"the model {found.model[:200]!r} does not exist, {rule}"
-        raise ApiError(404, text, "model_not_found", "model")
-    _need_sampling(found, rules)
-    return found
+@dataclass(frozen=True)
+class Head:
+    """What all replies to a call share.
+
+    Args:
+        id: of the call
+        created: time [s since 1970]
+        model: name
+    """
+
+    id: str
+    created: int
+    model: str
+
+    def reply(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name}, expected a finite number")
+def model_entry(model: str, created: int) -> dict[str, Any]:
+    """An entry of /v1/models."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "pyrl_ext"}
 
 
-def _invalid(error: ValidationError | RecursionError) -> ApiError:
-    if isinstance(error, RecursionError):
-        return ApiError(400, "the body is nested too deeply, expected plain messages")
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = ""
-    for place in first["loc"]:
-        if isinstance(place, int):
-            name += f"[{place}]"
-        elif place.isidentifier():  # others name a type that pydantic tried
-            name += f".{place}" if name else place
-    text = f"{name}: {show(first['input'])[:200]}: {first['msg']}"
-    if first["loc"][:1] == ("tool_choice",):
-        text = (
-            "tool_choice: a call cannot be enforced while tokens are sampled, expected auto or none"
-        )
-    return ApiError(400, text, "invalid_value", name or None)
+def _call(name_of_call: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": name_of_call, "type": "function", "function": function}
 
 
-def _need_sampling(found: _Common, rules: Rules) -> None:
-    """Raises ApiError for an argument that would change the run's distribution."""
-    stop = [found.stop] if isinstance(found.stop, str) else found.stop or []
-    given = {"temperature": found.temperature, "top_p": found.top_p, "stop": stop or None}
-    own = {"temperature": rules.temperature, "top_p": rules.top_p, "stop": [*rules.stop]}
-    for name, value in given.items():
-        if value is not None and value != own[name]:
-            raise ApiError(
-                400,
-                f"{name}: {show(value)[:200]}, expected {own[name]}, as the run samples. Leave it "
-                f"out, or set rollout.{name} in the config",
-                "sampling",
-                name,
-            )
-
-
-# answers ------------------------------------------------------------------------------------------
-
-
-def chat_body(answer: Answer, model: str, logprobs: bool) -> dict[str, Any]:
-    """A chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    message |= _more(answer)
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": message,
-        "finish_reason": answer.finish_reason,
-    }
-    choice["logprobs"] = _chat_logprobs(answer) if logprobs else None
-    return _head("chatcmpl", "chat.completion", model) | {
-        "choices": [choice],
-        "usage": usage(answer),
-    }
-
-
-def chat_chunks(answer: Answer, model: str, request: ChatRequest) -> Iterator[dict[str, Any]]:
-    """A chat completion as the events of a stream."""
-    head = _head("chatcmpl", "chat.completion.chunk", model)
-    delta = {"role": "assistant", "content": answer.text} | _more(answer)
-    for place, call in enumerate(delta.get("tool_calls", ())):
-        call["index"] = place
-    choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
-    choice["logprobs"] = _chat_logprobs(answer) if request.logprobs else None
-    yield head | {"choices": [choice]}
-    yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]}
-    if request.include_usage:
-        yield head | {"choices": [], "usage": usage(answer)}
-
-
-def completion_body(answer: Answer, model: str, logprobs: bool) -> dict[str, Any]:
-    """A completion, also as the one event of a stream."""
-    shown = None
-    if logprobs:
-        shown = {"tokens": [*answer.token_texts], "token_logprobs": [*answer.logprobs]}
-    choice = {"index": 0, "text": answer.text or "", "finish_reason": answer.finish_reason}
-    return _head("cmpl", "text_completion", model) | {
-        "choices": [choice | {"logprobs": shown}],
-        "usage": usage(answer),
-    }
-
-
-def models_body(model: str) -> dict[str, Any]:
-    """The list of models."""
-    return {"object": "list", "data": [model_body(model)]}
-
-
-def model_body(model: str) -> dict[str, Any]:
-    """One model."""
-    return {"id": model, "object": "model", "created": 0, "owned_by": "pyrl_ext"}
-
-
-def usage(answer: Answer) -> dict[str, int]:
-    """Numbers of tokens."""
-    prompt = answer.prompt_tokens
+def _usage(answer: Answer) -> dict[str, int]:
     sampled = len(answer.logprobs)
     return {
-        "prompt_tokens": prompt,
+        "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
+        "total_tokens": answer.prompt_tokens + sampled,
     }
-
-
-def _more(answer: Answer) -> dict[str, Any]:
-    """Reasoning and tool calls of a message, where there are any."""
-    found: dict[str, Any] = {}
-    if answer.reasoning:
-        found["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        found["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for id, name, arguments in answer.tool_calls
-        ]
-    return found
 
 
 def _chat_logprobs(answer: Answer) -> dict[str, Any]:
-    tokens = [
-        {"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for text, logprob in zip(answer.token_texts, answer.logprobs, strict=True)
-    ]
-    return {"content": tokens, "refusal": None}
+    content: list[dict[str, Any]] = []
+    for text, logprob in zip(answer.token_texts, answer.logprobs, strict=True):
+        # a token that ends within a character has no bytes here
+        data = None if "\ufffd" in text else list(text.encode())
+        content.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})
+    return {"content": content, "refusal": None}
 
 
-def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+def _completion_logprobs(answer: Answer) -> dict[str, Any]:
+    offsets: list[int] = []
+    length = 0
+    for text in answer.token_texts:
+        offsets.append(length)
+        length += len(text)
     return {
-        "id": f"{prefix}-{_STARTED}-{next(_NUMBERS)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": None,
+        "tokens": list(answer.token_texts),
+        "token_logprobs": list(answer.logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets,
     }
+
+
+def chat_reply(answer: Answer, request: ChatRequest, head: Head) -> dict[str, Any]:
+    """The reply to a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [_call(*call) for call in answer.tool_calls]
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": _chat_logprobs(answer) if request.logprobs else None,
+        "finish_reason": answer.finish_reason,
+    }
+    return head.reply("chat.completion", [choice]) | {"usage": _usage(answer)}
+
+
+def chat_chunks(answer: Answer, request: ChatRequest, head: Head) -> list[dict[str, Any]]:
+    """The events of a chat's stream; log-probs are in the last one before the finish reason."""
+    content = None if answer.text is None else ""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": content}]
+    if answer.reasoning is not None:
+        deltas.append({"reasoning_content": answer.reasoning})
+    if answer.text is not None:
+        deltas.append({"content": answer.text})
+    for index, call in enumerate(answer.tool_calls):
+        deltas.append({"tool_calls": [{"index": index} | _call(*call)]})
+    choices: list[dict[str, Any]] = []
+    for delta in deltas:
+        choices.append({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+    if request.logprobs:
+        choices[-1]["logprobs"] = _chat_logprobs(answer)
+    finish = answer.finish_reason
+    choices.append({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish})
+    return _chunks("chat.completion.chunk", choices, answer, request, head)
+
+
+def completion_reply(answer: Answer, request: CompletionRequest, head: Head) -> dict[str, Any]:
+    """The reply to a prompt."""
+    choice = {
+        "index": 0,
+        "text": answer.text or "",
+        "logprobs": _completion_logprobs(answer) if request.logprobs else None,
+        "finish_reason": answer.finish_reason,
+    }
+    return head.reply("text_completion", [choice]) | {"usage": _usage(answer)}
+
+
+def completion_chunks(
+    answer: Answer, request: CompletionRequest, head: Head
+) -> list[dict[str, Any]]:
+    """The events of a prompt's stream: one with the text, one with the finish reason."""
+    logprobs = _completion_logprobs(answer) if request.logprobs else None
+    finish = answer.finish_reason
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "text": answer.text or "", "logprobs": logprobs, "finish_reason": None},
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": finish},
+    ]
+    return _chunks("text_completion", choices, answer, request, head)
+
+
+def _chunks(
+    kind: str,
+    choices: list[dict[str, Any]],
+    answer: Answer,
+    request: ChatRequest | CompletionRequest,
+    head: Head,
+) -> list[dict[str, Any]]:
+    chunks = [head.reply(kind, [choice]) for choice in choices]
+    if request.include_usage:
+        for chunk in chunks:
+            chunk["usage"] = None
+        chunks.append(head.reply(kind, []) | {"usage": _usage(answer)})
+    return chunks
