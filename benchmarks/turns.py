@@ -36,6 +36,7 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.turns.conversation import ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
+from pyrl_ext.rollout.turns.waiting_feed import WaitingFeed
 from pyrl_ext.samples import Prompt, Sampling
 
 MODEL = Path(__file__).parents[1] / "configs" / "tiny"
@@ -92,7 +93,7 @@ class Players:
         given = ChatFormat.load(tokenizer), tokenizer, (), turns, options.tokens
         self.agents = AgentsConfig(endpoint, self.pool, TrajectoryConfig(*given), in_waves=True)
 
-    def feed(self, turns: int, latency: float) -> Feed | AgentFeed:
+    def feed(self, turns: int, latency: float) -> WaitingFeed[Any]:
         """Trajectories of so many turns."""
         count = range(self.options.trajectories)
         prompts = [Prompt(i, (30, 40, 50, 60), (turns, latency), "5+6=") for i in count]
@@ -102,7 +103,7 @@ class Players:
 
 
 def seconds(
-    engine: HFEngine, feed: Feed | AgentFeed, turns: int, tokens: int
+    engine: HFEngine, feed: WaitingFeed[Any], turns: int, tokens: int
 ) -> tuple[float, float, float]:
     """Processor time of all trajectories, time in which the engine only waited, and wall time."""
     sampling = Sampling(max_new_tokens=tokens)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import select
 import socket
 import sys
 import threading
@@ -246,6 +247,8 @@ class Endpoint:
         finally:
             self._running.discard(task)
         try:
+            if _hung_up(http.transport):
+                raise ConnectionResetError("the client went away")
             if not stream:
                 response.content_length = len(content)
             await response.prepare(http)
@@ -303,6 +306,15 @@ async def _wait(
         if not response.prepared:
             await response.prepare(http)
         await response.write(b": waiting\n\n")
+
+
+def _hung_up(transport: asyncio.Transport | None) -> bool:
+    """True if the client closed its connection, which the event loop may not know yet."""
+    if transport is None or transport.is_closing():
+        return True
+    events = select.poll()
+    events.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(events.poll(0))
 
 
 def _abandon(callee: Callee, task: asyncio.Task[Answer]) -> None:

@@ -9,10 +9,12 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -813,6 +815,46 @@ def test_client_leaves_during_the_answer(endpoint: Endpoint, stream: bool):
     assert trajectory.was_lost.wait(DEADLINE)
     assert trajectory.lost == [answer]
     assert not trajectory.cancelled.is_set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_is_given_back_whose_client_has_gone_unseen(endpoint: Endpoint, stream: bool):
+    gone = threading.Event()
+
+    class Busy(Trajectory):
+        async def chat(self, request: ChatRequest) -> Answer:
+            self.begun.set()
+            assert gone.wait(DEADLINE)  # meanwhile the event loop sees nothing of the client
+            return words("late")
+
+    trajectory = Busy(endpoint)
+    connection = connected(endpoint)
+    place = connection.getsockname()
+    connection.sendall(post(trajectory.key, json.dumps(CHAT | {"stream": stream}).encode()))
+    assert trajectory.begun.wait(DEADLINE)
+    connection.close()
+    end = time.monotonic() + DEADLINE
+    while True:
+        ends = [each for each in psutil.Process().net_connections("tcp4") if each.raddr == place]
+        if ends and ends[0].status == psutil.CONN_CLOSE_WAIT:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    gone.set()
+    assert trajectory.was_lost.wait(DEADLINE)
+    assert trajectory.lost == [words("late")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_that_was_read_is_kept(endpoint: Endpoint, stream: bool):
+    trajectory = Trajectory(endpoint)
+    for _ in range(100):
+        connection = connected(endpoint)
+        connection.sendall(post(trajectory.key, json.dumps(CHAT | {"stream": stream}).encode()))
+        read_until(connection, b"[DONE]" if stream else b"finish_reason")
+        connection.close()
+    assert ask(endpoint, trajectory.key, CHAT)[0] == 200
+    assert len(trajectory.requests) == 101 and trajectory.lost == []
 
 
 def test_answer_of_a_cancelled_call_is_given_back(endpoint: Endpoint):
