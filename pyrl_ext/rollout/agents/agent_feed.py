@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -13,8 +13,7 @@ from typing import Any
 from pyrl_ext.data.agent import AgentCall
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.rollout.agents.endpoint import Endpoint
-from pyrl_ext.rollout.agents.protocol import ApiError
-from pyrl_ext.rollout.agents.trajectory import AgentTrajectory, TrajectoryConfig
+from pyrl_ext.rollout.agents.trajectory import AgentTrajectory, TrajectoryConfig, over_error
 from pyrl_ext.rollout.turns.check import check_trajectory
 from pyrl_ext.rollout.turns.waiting_feed import WaitingFeed
 from pyrl_ext.samples import Prompt, Sample, Turn
@@ -85,7 +84,8 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         self._new = SimpleQueue[Turn]()
         self._done = SimpleQueue[AgentTrajectory]()
         self._retried = SimpleQueue[str]()
-        self._left = len(keys)
+        self._failed = SimpleQueue[Exception]()  # of the endpoint's thread
+        self._open = set(self._order)  # trajectories that are not over
         self._held: list[Turn] = []  # until the wave is complete
         self._sampling = 0
         # of the endpoint's thread
@@ -98,18 +98,20 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
     def begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._loop.call_soon_threadsafe(self._start_all)
+            self._soon(self._start_all)
 
     def left(self) -> int:
-        return self._left
+        return len(self._open)
 
     def running(self) -> int:
-        return self._left  # agents run, or wait for the engine
+        return len(self._open)  # agents run, or wait for the engine
 
     def ready(self) -> list[Turn]:
+        if not self._failed.empty():
+            raise self._failed.get()
         while not self._done.empty():
             trajectory = self._done.get()
-            self._left -= 1
+            self._open.remove((trajectory.prompt.id, trajectory.index))
             if trajectory.samples is not None:
                 check_trajectory(trajectory.samples)
             self.end(trajectory)
@@ -118,9 +120,11 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
             self.counts["retries"] += 1
         while not self._new.empty():
             self._held.append(self._new.get())
+        # an agent may end while a call of it waits
+        self._held = [turn for turn in self._held if (turn.prompt.id, turn.index) in self._open]
         if self._config.in_waves:
             callers = {(turn.prompt.id, turn.index) for turn in self._held}
-            if self._sampling or len(callers) < self._left:
+            if self._sampling or len(callers) < len(self._open):
                 return []
         turns = sorted(self._held, key=self._place)
         self._held = []
@@ -132,12 +136,24 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
 
     def answered(self, sample: Sample) -> None:
         self._sampling -= 1
-        self._loop.call_soon_threadsafe(self._deliver, sample)
+        self._soon(self._deliver, sample)
 
     def close(self) -> None:
         """Stop the agents that still run."""
-        self._loop.call_soon_threadsafe(self._stop_all)
+        self._soon(self._stop_all)
         super().close()
+
+    def _soon(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the endpoint's thread, from any; the engine's raises its errors."""
+
+        def call() -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                self._failed.put(error)
+                self.wake()
+
+        self._loop.call_soon_threadsafe(call)
 
     # the endpoint's thread -------------------------------------------------------------------
 
@@ -145,12 +161,12 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         for prompt, index in self._starts:
             self._start(prompt, index, self._config.trajectory.turns.retries)
 
-    def _start(self, prompt: Prompt, index: int, retries: int) -> None:
+    def _start(self, prompt: Prompt, index: int, retries: int, first: int = 0) -> None:
         if self._closed:
             return
         run: _Run
         trajectory = AgentTrajectory(
-            prompt, index, self._config.trajectory, self._ask, lambda: self._watch(run)
+            prompt, index, self._config.trajectory, self._ask, lambda: self._watch(run), first
         )
         run = _Run(trajectory, retries)
         run.key = self._config.endpoint.add(trajectory)
@@ -163,9 +179,7 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
 
     def _submit(self, run: _Run, method: str, args: tuple[Any, ...]) -> None:
         (future,) = self._config.pool.submit(method, [args], None, run.owner)
-        future.add_done_callback(
-            lambda future: self._loop.call_soon_threadsafe(self._ended, run, method, future)
-        )
+        future.add_done_callback(lambda future: self._soon(self._ended, run, method, future))
 
     def _watch(self, run: _Run) -> None:
         """Begin or end the time in which the agent has to call or to end."""
@@ -189,7 +203,7 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
 
     async def _ask(self, turn: Turn) -> Sample:
         if self._closed:
-            raise _over()
+            raise over_error()
         key = turn.prompt.id, turn.index, turn.number
         self._asked[key] = future = self._loop.create_future()
         self._new.put(turn)
@@ -212,7 +226,7 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         scores = method == "run" and self._config.trajectory.turns.reward is not None
         try:
             reward, components = future.result()
-            self._refuse_calls(run)
+            self._end_calls(run)
             if scores:
                 shown = replace(trajectory.prompt, images=())
                 self._submit(run, "score", (shown, trajectory.calls))
@@ -224,7 +238,8 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
             self._leave(run)
             if failure.reason == "error" and run.retries:
                 self._retried.put(method)
-                self._start(trajectory.prompt, trajectory.index, run.retries - 1)
+                first = trajectory.next_number
+                self._start(trajectory.prompt, trajectory.index, run.retries - 1, first)
                 return
             trajectory.dropped = CallFailed(failure.reason, f"{self._named(run)}: {failure}")
         else:
@@ -237,29 +252,27 @@ class AgentFeed(WaitingFeed[AgentTrajectory]):
         trajectory = run.trajectory
         return f"{name}(prompt {trajectory.prompt.id}, trajectory {trajectory.index})"
 
+    def _end_calls(self, run: _Run) -> None:
+        """Answer no call of an agent any more, also none that waits."""
+        if run.key:
+            self._config.endpoint.remove(run.key)
+            run.key = ""
+        run.trajectory.stop()
+        place = run.trajectory.prompt.id, run.trajectory.index
+        for key, future in self._asked.items():
+            if key[:2] == place and not future.done():
+                future.set_exception(over_error())
+
     def _leave(self, run: _Run) -> None:
         """Give up what there is of an agent in the endpoint and in the pool."""
         run.over = True
         self._watch(run)
         self._runs.discard(run)
-        self._refuse_calls(run)
+        self._end_calls(run)
         self._config.pool.release(run.owner)
-        prompt = run.trajectory.prompt
-        for key, future in self._asked.items():
-            if key[:2] == (prompt.id, run.trajectory.index) and not future.done():
-                future.set_exception(_over())
-
-    def _refuse_calls(self, run: _Run) -> None:
-        if run.key:
-            self._config.endpoint.remove(run.key)
-            run.key = ""
 
     def _stop_all(self) -> None:
         self._closed = True
         for run in [*self._runs]:
             self._config.pool.give_up(run.owner, CallFailed("stopped", "the rollout is over"))
             self._leave(run)
-
-
-def _over() -> ApiError:
-    return ApiError(503, "the trajectory is over", "trajectory_over", kind="server_error")

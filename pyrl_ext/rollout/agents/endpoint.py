@@ -7,6 +7,7 @@ that take only a URL have the key in it: http://HOST:PORT/t/KEY/v1.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -253,10 +254,11 @@ class Endpoint:
                 response.content_length = len(content)
             await response.prepare(http)
             await response.write(content)
-            await response.write_eof()
         except BaseException:
             _give_back(callee, answer)
             raise
+        with contextlib.suppress(ConnectionError):  # the client may leave once it has the answer
+            await response.write_eof()
         return response
 
     def _result(self, task: asyncio.Task[Answer]) -> Answer:

@@ -38,6 +38,22 @@ class TrajectoryConfig:
     max_new_tokens: int
 
 
+@dataclass(frozen=True, eq=False)
+class LastCall:
+    """What is needed to take the last call of a conversation back.
+
+    Args:
+        answer: to the call
+        messages, text: of the conversation before the call
+        shown: the call for a reward function
+    """
+
+    answer: Answer
+    messages: list[Message]
+    text: str | None
+    shown: dict[str, Any]
+
+
 @dataclass(eq=False)
 class Branch:
     """A conversation of a trajectory: calls that continue each other.
@@ -48,7 +64,7 @@ class Branch:
         messages: up to the last answer; of a conversation of texts, none
         text: up to the last answer; None: it has messages
         turns: what the engine sampled, a sample a call
-        before: messages, text and answer of the last call, to take it back
+        last: the last call, unless it was taken back
         busy: a call of it waits for the engine
     """
 
@@ -57,7 +73,7 @@ class Branch:
     messages: list[Message] = field(default_factory=list[Message])
     text: str | None = None
     turns: list[Sample] = field(default_factory=list[Sample])
-    before: tuple[list[Message], str | None, Answer] | None = None
+    last: LastCall | None = None
     busy: bool = False
 
     @property
@@ -79,16 +95,18 @@ class Branch:
 def _same(ours: Message, theirs: Message) -> bool:
     """True if a client sent back the message that it got, or wrote, before.
 
-    Clients may leave out reasoning, and write no content as null or as an empty text.
+    Clients may leave out reasoning, but not change it, and write no content as null or as an empty
+    text.
     """
 
     def known(message: Message, *names: str) -> list[Any]:
         return [message.get(name) or None for name in names]
 
     names = ("role", "content", "tool_calls", "tool_call_id", "name")
-    reasoning = theirs.get("reasoning_content") or ours.get("reasoning_content")
-    same = reasoning == (ours.get("reasoning_content") or reasoning)
-    return same and known(ours, *names) == known(theirs, *names)
+    reasoning = theirs.get("reasoning_content")
+    if reasoning and reasoning != ours.get("reasoning_content"):
+        return False
+    return known(ours, *names) == known(theirs, *names)
 
 
 class AgentTrajectory:
@@ -100,13 +118,16 @@ class AgentTrajectory:
     Args:
         ask: hands a turn to the engine, and waits for what it samples
         changed_state: called when a call begins or ends
+        first: number of its first turn; greater than 0 if the agent began again: the engine may
+            still answer turns of the attempt before
 
     Attributes:
         branches: conversations, in the order in which they began
         waiting: calls that the engine has not answered
         refused: why a call was refused that the limits of the run do not allow
         calls: messages and answer of each call, for a reward function
-        forks: conversations besides the first
+        forks: conversations besides the first, once it is done
+        next_number: of the next turn
         seconds: between calls
         samples: of the trajectory, once it is done
         dropped: why there are none
@@ -119,6 +140,7 @@ class AgentTrajectory:
         config: TrajectoryConfig,
         ask: Ask,
         changed_state: Callable[[], None],
+        first: int = 0,
     ):
         self.prompt = prompt
         self.index = index
@@ -134,8 +156,10 @@ class AgentTrajectory:
         self.dropped: CallFailed | None = None
         self._ask = ask
         self._changed_state = changed_state
-        self._number = 0
+        self.next_number = first
+        self._most = first + config.turns.max_turns
         self._cut = False
+        self._over = False
 
     @property
     def number_of_turns(self) -> int:
@@ -163,13 +187,14 @@ class AgentTrajectory:
             (f"call_{number}_{place}", call.name, call.arguments)
             for place, call in enumerate(reply.tool_calls)
         )
+        if reply.content is None and not calls:
+            reply = replace(reply, content="")  # clients send a message without content as none
         answer = self._answer(sample, reply, calls, request.logprobs)
         message = _message(answer)
-        before = branch.messages
+        shown = {"messages": request.messages, "reply": message}
+        self._take(branch, sample, answer, shown)
         branch.tools = tools
         branch.messages = [*request.messages, message]
-        self._take(branch, sample, (before, None, answer))
-        self.calls.append({"messages": request.messages, "reply": message})
         return answer
 
     async def complete(self, request: CompletionRequest) -> Answer:
@@ -183,29 +208,33 @@ class AgentTrajectory:
         sample = await self._sampled(branch, context, request.max_tokens)
         said = self._decoded(sample.response)
         answer = self._answer(sample, Reply(said, None, ()), (), request.logprobs)
-        before = branch.text
+        self._take(branch, sample, answer, {"prompt": request.prompt, "reply": {"text": said}})
         branch.text = text + said
-        self._take(branch, sample, ([], before, answer))
-        self.calls.append({"prompt": request.prompt, "reply": {"text": said}})
         return answer
 
     def undelivered(self, answer: Answer) -> None:
         """Take back an answer that the agent did not get: it is not trained on."""
         for branch in self.branches:
-            if branch.before is not None and branch.before[2] is answer:
-                branch.messages, branch.text, _ = branch.before
-                branch.before = None
+            last = branch.last
+            if last is not None and last.answer is answer:
+                branch.messages = last.messages
+                branch.text = last.text
+                branch.last = None
                 branch.turns.pop()
-                self.calls.pop()
+                self.calls = [call for call in self.calls if call is not last.shown]
+
+    def stop(self) -> None:
+        """The agent has ended: calls that wait, or come later, are not answered."""
+        self._over = True
 
     def end(self, reward: float, components: Mapping[str, float]) -> None:
         """Make the samples. Raises: CallFailed."""
         samples: list[Sample] = []
         turns = self.config.turns
         number = 0
-        for branch in self.branches:
-            if not branch.turns:
-                continue
+        answered = [branch for branch in self.branches if branch.turns]
+        self.forks = max(0, len(answered) - 1)
+        for branch in answered:
             parts, changed = samples_of(branch.turns, turns.merges, turns.routes)
             self.changed += changed
             samples += [replace(part, turn=part.turn + number, last=False) for part in parts]
@@ -246,35 +275,37 @@ class AgentTrajectory:
 
     def _continued_text(self, prompt: str | list[int]) -> tuple[Branch | None, list[int], str]:
         """The conversation that a prompt continues, its context, and all of its text."""
-        ready = [b for b in self.branches if b.text is not None and b.turns and not b.busy]
-        found: Branch | None = None
+        texts = [each for each in self.branches if each.text is not None and not each.busy]
+        begun = [each for each in texts if each.turns and self._continues(each, prompt)]
+        found = max(begun, key=lambda branch: len(branch.tokens), default=None)
         if not isinstance(prompt, str):
-            for branch in ready:
-                if prompt[: len(branch.tokens)] == branch.tokens:
-                    found = branch
-            return found, prompt, self._decoded(prompt)
+            return found, prompt, self.config.tokenizer.decode(prompt)
         self._need_size(prompt)
-        for branch in ready:
-            assert branch.text is not None  # as chosen above
-            if prompt.startswith(branch.text):
-                found = branch
         if found is None:
             return None, self._encoded(prompt), prompt
-        assert found.text is not None
+        assert found.text is not None  # as chosen above
         return found, found.tokens + self._encoded(prompt[len(found.text) :]), prompt
+
+    def _continues(self, branch: Branch, prompt: str | list[int]) -> bool:
+        """True if a prompt begins with all of a conversation of texts."""
+        tokens = branch.tokens
+        if not isinstance(prompt, str):
+            return prompt[: len(tokens)] == tokens
+        if prompt == branch.text and tokens[-1] in self.config.stop_ids:
+            return False  # the same prompt again, to which the answer was empty
+        return bool(branch.text) and prompt.startswith(branch.text)
 
     def _begun(self, branch: Branch) -> Branch:
         """A further conversation. Raises: ApiError if there may be only one."""
         turns = self.config.turns
-        if any(each.turns or each.busy for each in self.branches):
-            if turns.form == "concatenated":
-                raise self._refuse(
-                    "fork",
-                    "this call begins another conversation, or rewrites an earlier one; expected "
-                    "messages that continue those of the call before. Set turns.form: stepwise to "
-                    "train each conversation as a sample",
-                )
-            self.forks += 1
+        others = any(each.turns or each.busy for each in self.branches)
+        if others and turns.form == "concatenated":
+            raise self._refuse(
+                "fork",
+                "this call begins another conversation, or rewrites an earlier one; expected "
+                "messages that continue those of the call before. Set turns.form: stepwise to "
+                "train each conversation as a sample",
+            )
         self.branches.append(branch)
         return branch
 
@@ -291,23 +322,26 @@ class AgentTrajectory:
             )
         budget = min(self.config.max_new_tokens, room, most or room)
         prompt = replace(self.prompt, tokens=tuple(context))
-        turn = Turn(prompt, self.index, self._number, budget, branch.number)
-        self._number += 1
+        turn = Turn(prompt, self.index, self.next_number, budget, branch.number)
+        self.next_number += 1
         branch.busy = True
         self.waiting += 1
         self._changed_state()
         try:
-            return await self._ask(turn)
+            sample = await self._ask(turn)
         finally:
             branch.busy = False
             self.waiting -= 1
             self._changed_state()
+        if self._over:
+            raise over_error()
+        return sample
 
-    def _take(
-        self, branch: Branch, sample: Sample, before: tuple[list[Message], str | None, Answer]
-    ) -> None:
+    def _take(self, branch: Branch, sample: Sample, answer: Answer, shown: dict[str, Any]) -> None:
+        """Record a call, before the conversation goes on."""
+        branch.last = LastCall(answer, branch.messages, branch.text, shown)
         branch.turns.append(sample)
-        branch.before = before
+        self.calls.append(shown)
 
     def _answer(
         self,
@@ -332,10 +366,12 @@ class AgentTrajectory:
         )
 
     def _need_turn(self) -> None:
-        most = self.config.turns.max_turns
-        if self._number >= most:
-            text = f"call {self._number + 1} of the trajectory, expected at most turns.max_turns"
-            raise self._refuse("turns", f"{text} {most}")
+        if self._over:
+            raise over_error()
+        if self.next_number >= self._most:
+            most = self.config.turns.max_turns
+            text = f"call {most + 1} of the trajectory, expected at most turns.max_turns {most}"
+            raise self._refuse("turns", text)
 
     def _refuse(self, reason: str, message: str, code: str | None = None) -> ApiError:
         """The error of a call that the limits of the run do not allow."""
@@ -356,6 +392,11 @@ class AgentTrajectory:
     def _decoded(self, tokens: list[int]) -> str:
         ends = bool(tokens) and tokens[-1] in self.config.stop_ids
         return self.config.tokenizer.decode(tokens[:-1] if ends else tokens)
+
+
+def over_error() -> ApiError:
+    """The answer to a call of an agent that has ended."""
+    return ApiError(503, "the trajectory is over", "trajectory_over", kind="server_error")
 
 
 def _message(answer: Answer) -> Message:
