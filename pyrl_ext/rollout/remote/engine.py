@@ -238,6 +238,7 @@ class ServersEngine(Engine):
             begins = prompt.tokens[: rows + 1] == tuple(before.tokens.tolist())
             if begins and newest(before) == self.version:
                 reused = rows
+                stream.reused[prompt.id, turn.index, turn.number] = before
             else:  # what servers computed with other weights they compute again
                 del stream.before[key]
         return Request.of(
@@ -255,12 +256,12 @@ class ServersEngine(Engine):
         places = torch.arange(len(tokens))
         logprobs = torch.zeros(len(tokens))
         logprobs[start:] = torch.tensor(parts.logprobs)
-        routes = self._routes(stream, turn, parts, len(tokens))
+        before = stream.reused.pop((turn.prompt.id, turn.index, turn.number), None)
+        routes = self._routes(before, parts, len(tokens))
         spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)
         # new weights may have come between the request and its first token
-        reused = parts.request.routes_from
-        stale = reused and newest(stream.before[turn.prompt.id, turn.stream]) < spans[0][2]
-        masked = reused if stale else 0
+        stale = before is not None and newest(before) < spans[0][2]
+        masked = parts.request.routes_from if stale else 0
         return Sample(
             prompt_id=turn.prompt.id,
             index=turn.index,
@@ -278,8 +279,8 @@ class ServersEngine(Engine):
             version_spans=spans if len(spans) > 1 else (),
         ).check()
 
-    def _routes(self, stream: Stream, turn: Turn, parts: Parts, size: int) -> Tensor | None:
-        """[T, L, K] of the layers that have a router; the rows of earlier turns are theirs."""
+    def _routes(self, before: Sample | None, parts: Parts, size: int) -> Tensor | None:
+        """[T, L, K] of the layers that have a router; the rows of the turn before are its."""
         if not self.model.layer_ids:
             return None
         assert parts.routes is not None  # `ServedModel.check`
@@ -290,10 +291,9 @@ class ServersEngine(Engine):
             dtype=route_dtype(self.model.num_experts),
         )
         reused = parts.request.routes_from
-        if reused:
-            before = stream.before[turn.prompt.id, turn.stream].routes
-            assert before is not None
-            routes[:reused] = before[:reused]
+        if before is not None:
+            assert before.routes is not None  # as of all samples of this model
+            routes[:reused] = before.routes[:reused]
         rows = parts.routes[: parts.rows, list(self.model.layer_ids)].astype(np.int32)
         routes[reused : size - 1] = torch.from_numpy(rows).to(routes.dtype)
         return routes

@@ -26,6 +26,8 @@ class Stream:
         left: turns without a response, by the number of each
         prompts: ids of the prompts that were asked for
         before: conversation -> its last turn
+        reused: (prompt id, index, number) of a turn without a response -> the turn whose routes are
+            its first; a conversation may have several, of which the agent gave up all but one
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, router: Router):
@@ -34,6 +36,7 @@ class Stream:
         self.left: dict[int, Turn] = {}
         self.prompts: set[int] = set()
         self.before: dict[Key, Sample] = {}
+        self.reused: dict[tuple[int, int, int], Sample] = {}
         self._asked = 0
         self._done: deque[tuple[int, Parts | Exception]] = deque()
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -211,6 +212,37 @@ def test_engine_answers_turns_and_asks_for_new_routes_only(engines: list[HttpEng
             assert request.routes_from == (len(before.tokens) - 1 if goes_on and before else 0)
     held = [{request.random_stream[1] for request in each.asked} for each in engines]
     assert not held[0] & held[1] and all(held)
+
+
+class GivenUp(ScriptedFeed):
+    """The second turn of each trajectory is given up; a third one begins anew at once."""
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        turns = super().take(wait)
+        second = [turn for turn in turns or () if turn.number == 1]
+        third = [
+            replace(turn, number=2, prompt=replace(turn.prompt, tokens=(5, 6, 7)))
+            for turn in second
+        ]
+        return None if turns is None else turns + third
+
+    def reply(self, sample: Sample) -> None:
+        if sample.turn < 2:
+            super().reply(sample)
+
+
+def test_engine_answers_several_turns_of_one_conversation_at_once(engines: list[HttpEngine]):
+    def goes_on(sample: Sample) -> list[int] | None:
+        return None if sample.turn else [*sample.tokens.tolist(), 20]
+
+    feed = GivenUp(first_turns(PROMPTS[:4], 2, 6), goes_on)
+    with loaded(engines) as engine:
+        found = by_turn(answers(engine, feed, SAMPLING))
+    assert len(found) == 4 * 2 * 3
+    for sample in found.values():
+        assert_right(sample)
+    asked = [request for each in engines for request in each.asked]
+    assert sum(request.routes_from > 0 for request in asked) == 4 * 2
 
 
 def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEngine]):
