@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,7 +173,7 @@ class AgentTrajectory:
         chat = self.config.chat
         tools = request.tools
         try:
-            self._need_size("".join(_texts(request.messages)))
+            self._need_size(json.dumps([request.messages, tools], ensure_ascii=False))
             branch, context = self._continued(request)
             if context is None:
                 context = chat.open(request.messages, tools)
@@ -410,7 +411,3 @@ def _message(answer: Answer) -> Message:
             for id, name, arguments in answer.tool_calls
         ]
     return message
-
-
-def _texts(messages: Sequence[Message]) -> list[str]:
-    return [str(message.get("content") or "") for message in messages]

@@ -203,3 +203,24 @@ def test_the_same_text_again_is_another_conversation():
         assert played.branches_asked() == [0, 1, 2, 3]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("part", ["content", "tool"])
+def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(part: str):
+    """That would take minutes for the largest, and holds up all other calls."""
+    tools: list[dict[str, Any]] = []
+    messages = [user("0")]
+    if part == "content":
+        messages = [user("1" * 1_000_000)]
+    else:
+        described = {"name": "add", "description": "1" * 1_000_000, "parameters": {}}
+        tools = [{"type": "function", "function": described}]
+
+    async def run() -> None:
+        trajectory = Played()
+        with pytest.raises(ApiError) as caught:
+            await trajectory.chat(ChatRequest(messages, tools, True, None, False, False, False))
+        assert "expected 1 to turns.max_tokens 80" in caught.value.message
+        assert caught.value.status == 400 and trajectory.asked == []
+
+    asyncio.run(run())
