@@ -72,6 +72,12 @@ def test_check_trajectory_knows_the_newest_version_of_a_sample():
     older = [samples[0], replace(samples[1], weight_version=5, version_spans=())]
     with pytest.raises(ValueError, match="weight version 5 after 6, expected none lower"):
         check_trajectory(older)
+    other = samples[0].tokens.clone()
+    other[0] += 1
+    begun = replace(samples[0], tokens=other, last=False)
+    check_trajectory([begun, replace(older[1], weight_version=4)])  # conversations side by side
+    with pytest.raises(ValueError, match="weight version 3 after 4, expected none lower"):
+        check_trajectory([begun, replace(older[1], weight_version=3)])
 
 
 def test_engines_in_another_process_hand_versions_on():

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from pyrl_ext.rollout.turns.trajectory import continues
+from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Sample
 
 
@@ -25,8 +27,9 @@ def check_trajectory(samples: Sequence[Sample]) -> None:
       at least one token each, in order (`Sample.check`).
     - The turns of all samples are 0, 1, 2, ..., each once, in order.
     - The last sample, and no other, ends the trajectory.
-    - The versions that they begin with do not fall: conversations of an agent may go on side by
-      side, in the order in which they begin. Reward and reason to end are the same on all.
+    - Weight versions do not fall where a sample continues the one before. Conversations of an agent
+      go on side by side: only the versions that they begin with do not fall.
+    - Reward and reason to end are the same on all.
 
     Raises:
         ValueError: naming the trajectory and the turn
@@ -50,7 +53,8 @@ def check_trajectory(samples: Sequence[Sample]) -> None:
         need(sample.last == last, f"last {sample.last} at sample {place} of {len(samples)}", rule)
     for before, sample in pairwise(samples):
         where = f"trajectory (prompt {sample.prompt_id}, sample {sample.index}), turn {sample.turn}"
-        versions = before.weight_version, sample.weight_version
+        oldest = newest(before) if continues(before, sample) else before.weight_version
+        versions = oldest, sample.weight_version
         need(
             versions[0] <= versions[1],
             f"weight version {versions[1]} after {versions[0]}",

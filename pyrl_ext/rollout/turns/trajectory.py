@@ -26,7 +26,7 @@ def samples_of(
     """
     parts: list[list[Sample]] = []
     for turn in turns:
-        if merge and parts and _continues(parts[-1][-1], turn):
+        if merge and parts and continues(parts[-1][-1], turn):
             parts[-1].append(turn)
         else:
             parts.append([turn])
@@ -42,7 +42,8 @@ def samples_of(
     return samples, changed
 
 
-def _continues(before: Sample, turn: Sample) -> bool:
+def continues(before: Sample, turn: Sample) -> bool:
+    """True if the context of a turn begins with all tokens of the one before."""
     size = before.tokens.numel()
     return turn.prompt_len >= size and torch.equal(turn.tokens[:size], before.tokens)
 
