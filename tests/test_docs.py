@@ -291,6 +291,8 @@ def test_needs_extras_is_true_of_targets_that_install_vllm_te_or_wandb():
         "make test-vllm",
         ".venv/bin/pyrl train configs/tiny.yaml rollout.engine=vllm rollout.max_mismatch=1e-4"
         " run=runs/vllm steps=40",
+        ".venv/bin/pyrl train configs/examples/agent.yaml rollout.engine=vllm"
+        " rollout.max_mismatch=1e-4 steps=2 run=runs/agent-vllm",
     }
     found = {command for command in run if needs_extras(command, makefile)}
     assert found == named | {
