@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import load
+from pyrl_ext.plan.gym_tasks import is_gym_task
 from pyrl_ext.plan.language.paths import is_hub_id
 from pyrl_ext.plan.model.hardware import parse_gpus
 from pyrl_ext.plan.shipped import (
@@ -61,7 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="8xH100", help="left out: those of this machine, or none")
     parser.add_argument("--prompts", metavar="FILE", help=".jsonl or .parquet; needs --reward")
     parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="scores a response")
-    parser.add_argument("--task", choices=[*SYMBOLS], help="built-in prompts and reward instead")
+    tasks = f"prompts and reward instead: {', '.join(SYMBOLS)}, or reasoning_gym:NAME"
+    parser.add_argument("--task", metavar="TASK", help=tasks)
 
 
 def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None) -> Recipe:
@@ -82,6 +84,10 @@ def recipe_of(model: str, options: argparse.Namespace, ranks: int | None = None)
         raise ValueError("--prompts and --reward, expected both or neither")
     if options.prompts is not None and options.task is not None:
         raise ValueError("--task with --prompts, expected one of them")
+    task = options.task
+    if task is not None and task not in SYMBOLS and not is_gym_task(task):
+        rule = f"expected {', '.join(SYMBOLS)}, or reasoning_gym:NAME"
+        raise ValueError(f"--task {task}, {rule}")
     shipped = config_name(model) in config_names()  # such as configs/glm47, like a hub id
     if not Path(model).exists() and (shipped or not is_hub_id("", model)):
         model = _hub_id_of(model)

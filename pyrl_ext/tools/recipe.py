@@ -17,12 +17,14 @@ from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.suggest import Suggestion, suggest
+from pyrl_ext.plan.gym_tasks import is_gym_task
 from pyrl_ext.plan.language.errors import ConfigError, show
 from pyrl_ext.plan.language.paths import is_hub_id
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import GPUS, memory_limit
 from pyrl_ext.plan.model.units import GIB, MIB, duration, size
 from pyrl_ext.plan.plan import PartialPlan, Plan
+from pyrl_ext.plan.records import has_chat_template
 from pyrl_ext.plan.rules.model import OTHER_WEIGHTS
 
 __all__ = ["GPUS", "Data", "Gpus", "Recipe", "as_seen", "recipe"]
@@ -99,7 +101,7 @@ def recipe(model: str, gpus: Gpus | None, data: Data) -> Recipe:
     _start(made, model, gpus)
     _batch(made, gpus)
     _objective(made, gpus)
-    _data(made, gpus, data)
+    _data(made, model, gpus, data)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         try:
@@ -179,10 +181,17 @@ def _objective(made: Recipe, gpus: Gpus | None) -> None:
         made.set("optimizer.distributed", False, "")
 
 
-def _data(made: Recipe, gpus: Gpus | None, data: Data) -> None:
+def _data(made: Recipe, model: str, gpus: Gpus | None, data: Data) -> None:
     if data.prompts is not None:
         made.set("data.prompts", data.prompts, "one in eight is held out for evaluation")
         made.set("data.reward", data.reward, "scores a response, in separate processes")
+        made.set("data.max_prompt_tokens", 1024 if gpus else 256, "longer prompts are errors")
+        return
+    if data.task is not None and is_gym_task(data.task):
+        made.set("data.task", data.task, "prompts without end, and their scorer")
+        folder = Path(model)
+        if not folder.is_dir() or has_chat_template(folder):
+            made.set("data.chat", True, "questions in the model's chat template")
         made.set("data.max_prompt_tokens", 1024 if gpus else 256, "longer prompts are errors")
         return
     why = "built in" if data.task else "built in, to run at once; or set prompts and reward"

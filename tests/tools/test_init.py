@@ -84,6 +84,20 @@ def test_init_of_a_folder_plans_and_trains(here: Path, capsys: pytest.CaptureFix
     assert sum('"step": ' in line for line in steps) >= 2
 
 
+@pytest.mark.parametrize("template", [False, True])
+def test_init_takes_a_task_of_reasoning_gym(
+    here: Path, capsys: pytest.CaptureFixture[str], template: bool
+):
+    """Questions are in the chat template where the tokenizer has one."""
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+    if template:
+        shutil.copy(CONFIGS / "tiny/chat_template.jinja", "model")
+    text = init("model", "--task", "reasoning_gym:chain_sum", capsys=capsys)
+    Path("run.yaml").write_text(text)
+    plan = compile_plan("run.yaml")
+    assert (plan.data.task, plan.data.chat) == ("reasoning_gym:chain_sum", template)
+
+
 def test_train_of_a_folder_makes_its_config(here: Path, capsys: pytest.CaptureFixture[str]):
     """Paths in it are absolute, since it lies in the run folder."""
     prompts = [json.dumps({"prompt": str(number)}) for number in range(20)]
@@ -223,6 +237,10 @@ def test_init_refuses_arguments_that_do_not_go_together(
     assert "expected both or neither" in refusal("init", "model", "--prompts", "x", capsys=capsys)
     both = ("--prompts", "x", "--reward", "a:b", "--task", "add")
     assert "expected one of them" in refusal("init", "model", *both, capsys=capsys)
+    unknown = refusal("init", "model", "--task", "chain_sum", capsys=capsys)
+    assert "--task chain_sum, expected copy" in unknown and "reasoning_gym:NAME" in unknown
+    misspelt = refusal("init", "model", "--task", "reasoning_gym:chain_sums", capsys=capsys)
+    assert "such as chain_sum" in misspelt
     assert "`pyrl train tiny`" in refusal("init", "tiny", capsys=capsys)
     assert "`pyrl train examples/reward`" in refusal("init", "examples/reward", capsys=capsys)
     assert "expected a number and one of" in refusal("init", "model", "--gpus", "8", capsys=capsys)
