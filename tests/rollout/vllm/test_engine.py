@@ -415,7 +415,24 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK, GLM, DENSE], ids=lambda c: c["model_type"])
+LLAMA = DENSE | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+}
+MIXTRAL = DENSE | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "tie_word_embeddings": False,
+}
+OTHERS = [DEEPSEEK, GLM, DENSE, LLAMA, MIXTRAL]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda c: c["model_type"])
 def test_generate_equals_transformers_for_other_families(config: dict[str, Any], tmp_path: Path):
     """Groups of experts, a stretched rotary, biases, rotary of half a head, no experts at all; with
     what transformers writes in a config.json."""
