@@ -44,7 +44,7 @@ _DRAIN_SECONDS = 10.0  # for what is left in its pipes
 
 @dataclass(frozen=True)
 class AgentCall:
-    """What a worker is told about a trajectory.
+    """Data of a trajectory that its agent needs.
 
     Args:
         prompt: without images
@@ -59,35 +59,8 @@ class AgentCall:
     model: str
 
 
-def check_agent(
-    agent: str | None, command: Sequence[str], options: Mapping[str, Any], reward: str | None
-) -> None:
-    """Check what `AgentHost.load` takes, without running any of it.
-
-    Args:
-        agent: ``package.module:function``, called with (client, prompt) and the options; None: the
-            command is the agent. The client is an ``openai.AsyncOpenAI`` for an ``async def``
-            function, else an ``openai.OpenAI``
-        command: program and arguments. It has OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and
-            PYRL_PROMPT, the prompt's text, in its environment, and reads the prompt as a line of
-            JSON on stdin, with text, answer, meta and id
-        options: keyword arguments of the function
-        reward: ``package.module:function``, called with (prompt, calls); None: the agent gives it
-
-    Raises:
-        ValueError: a function is missing or does not take its arguments; the program is missing or
-            is not executable; the package openai is missing, which functions need
-    """
-    if agent is not None:
-        _load_agent(agent, options)
-    else:
-        _check_program(command[0])
-    if reward is not None:
-        load_function("turns.reward", reward, 2)
-
-
 def _load_agent(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of an agent, with its options. Raises: ValueError, as `check_agent`."""
+    """The function of an agent, with its options. Raises: ValueError, as `AgentHost.load`."""
     if find_spec("openai") is None:
         raise ValueError(
             f"turns.agent: {name!r}: openai is not installed, expected it for the client of the "
@@ -145,7 +118,23 @@ class AgentHost:
     def load(
         agent: str | None, command: Sequence[str], options: Mapping[str, Any], reward: str | None
     ) -> AgentHost:
-        """Load user code. Args and raises: as `check_agent`."""
+        """Load user code.
+
+        Args:
+            agent: ``package.module:function``, called with (client, prompt) and the options; None:
+                the command is the agent. The client is an ``openai.AsyncOpenAI`` for an ``async
+                def`` function, else an ``openai.OpenAI``
+            command: program and arguments. It has OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and
+                PYRL_PROMPT, the prompt's text, in its environment, and reads the prompt as a line
+                of JSON on stdin, with text, answer, meta and id
+            options: keyword arguments of the function
+            reward: ``package.module:function``, called with (prompt, calls); None: the agent gives
+                it
+
+        Raises:
+            ValueError: a function is missing or does not take its arguments; the program is missing
+                or is not executable; the package openai is missing, which functions need
+        """
         allow_open_files(_OPEN_FILES)
         function = None if reward is None else load_function("turns.reward", reward, 2)
         if agent is not None:
@@ -260,8 +249,8 @@ class _Function:
         self._is_async = inspect.iscoroutinefunction(function)
 
     def __call__(self, call: AgentCall, stop: _Stop) -> Any:
-        """What the function returns. Once it is to stop, a coroutine is cancelled, and the client
-        of an ordinary function is closed."""
+        """Run the function. A request to stop cancels a coroutine, and closes the client of an
+        ordinary function."""
         options: dict[str, Any] = {
             "base_url": call.url,
             "api_key": call.key,

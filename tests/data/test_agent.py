@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from pyrl_ext.data import workers
-from pyrl_ext.data.agent import AgentCall, AgentHost, check_agent
+from pyrl_ext.data.agent import AgentCall, AgentHost
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.prompt import Prompt
 from tests.helpers.chat_server import ChatServer, chat_server
@@ -446,13 +446,13 @@ def program(folder: Path, text: str, mode: int = 0o755) -> Path:
 # checks before a run ------------------------------------------------------------------------------
 
 
-def test_check_agent_takes_agents_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    check_agent(f"{AGENTS}:agent", (), {}, None)
-    check_agent(f"{AGENTS}:scaled", (), {"scale": 1}, f"{AGENTS}:judge")
-    check_agent(None, ("sh", "-c", "exit 1"), {}, f"{AGENTS}:judge_async")
+def test_load_takes_agents_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    AgentHost.load(f"{AGENTS}:agent", (), {}, None)
+    AgentHost.load(f"{AGENTS}:scaled", (), {"scale": 1}, f"{AGENTS}:judge")
+    AgentHost.load(None, ("sh", "-c", "exit 1"), {}, f"{AGENTS}:judge_async")
     program(tmp_path, "exit 1")
     monkeypatch.chdir(tmp_path)
-    check_agent(None, ("./agent",), {}, None)
+    AgentHost.load(None, ("./agent",), {}, None)
 
 
 @pytest.mark.parametrize(
@@ -492,23 +492,23 @@ def test_check_agent_takes_agents_that_load(tmp_path: Path, monkeypatch: pytest.
         ),
     ],
 )
-def test_check_agent_refuses_functions(agent: str, options: dict[str, Any], message: str):
+def test_load_refuses_functions(agent: str, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_agent(agent, (), options, None)
+        AgentHost.load(agent, (), options, None)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         AgentHost.load(agent, (), options, None)
 
 
-def test_check_agent_refuses_a_reward_function():
+def test_load_refuses_a_reward_function():
     message = (
         f"turns.reward: '{AGENTS}:takes_one' takes (client: 'Any') -> 'float', expected 2 "
         "positional arguments"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_agent(None, ("sh",), {}, f"{AGENTS}:takes_one")
+        AgentHost.load(None, ("sh",), {}, f"{AGENTS}:takes_one")
 
 
-def test_check_agent_refuses_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_load_refuses_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     program(tmp_path, "echo 1", 0o644)
     refused("./agent", "'./agent' is not executable, expected a program. Run: chmod +x ./agent")
@@ -519,15 +519,15 @@ def test_check_agent_refuses_programs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def refused(program: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'turns.command: {message}')}$"):
-        check_agent(None, (program,), {}, None)
+        AgentHost.load(None, (program,), {}, None)
 
 
-def test_check_agent_needs_openai_for_functions_alone(monkeypatch: pytest.MonkeyPatch):
+def test_load_needs_openai_for_functions_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     message = (
         f"turns.agent: '{AGENTS}:agent': openai is not installed, expected it for the client of "
         "the agent. Run: pip install 'pyrl-ext[agents]'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_agent(f"{AGENTS}:agent", (), {}, None)
-    check_agent(None, ("sh",), {}, None)
+        AgentHost.load(f"{AGENTS}:agent", (), {}, None)
+    AgentHost.load(None, ("sh",), {}, None)

@@ -87,7 +87,7 @@ class Turns(Section):
 
     @property
     def name(self) -> str:
-        """Of the environment, the agent or its program."""
+        """Name of the environment, of the agent's function or of its program."""
         return self.environment or self.agent or " ".join(self.command[:1])
 
     @property

@@ -20,10 +20,11 @@ from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.parallel.user_code import describe
 
 Message = dict[str, Any]
-"""Of OpenAI: role, content (text or None), tool_calls, tool_call_id, name, reasoning_content."""
+"""In OpenAI's format: role, content (text or None), tool_calls, tool_call_id, name and
+reasoning_content."""
 
 Tool = Mapping[str, Any]
-"""Of OpenAI: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""In OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 class FormatError(ValueError):
@@ -260,7 +261,7 @@ class _Template:
     def added(
         self, completion: list[int], said: Message, new: list[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """What ``new`` messages add behind a completion.
+        """Token ids that the ``new`` messages add after a completion.
 
         It is read from a short conversation with a message like ``said``, and without the history.
 

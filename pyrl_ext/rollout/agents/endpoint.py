@@ -347,7 +347,7 @@ def _written(callee: Callee, answer: Answer, body: Callable[[Answer], bytes]) ->
 
 
 def _failure(error: BaseException) -> ApiError:
-    """What the client is told about an unexpected exception; the trainer's output has it whole."""
+    """The error that a client gets for an unexpected exception, whose traceback is printed."""
     traceback.print_exception(error, file=sys.stderr)
     name = type(error).__name__
     message = f"the trainer failed with {name}, expected an answer; its output has the traceback"

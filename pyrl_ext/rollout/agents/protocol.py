@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the run's sampling allows.
+    """Sampling parameters of the run, which requests cannot change.
 
     Args:
         model: name that requests use
@@ -84,7 +84,7 @@ class ChatRequest:
             and reasoning_content that are set
         tools: function tools as the client wrote them
         calls: True if the policy may call the tools
-        max_tokens: most tokens of the answer, at most the run's; None: as many as the run allows
+        max_tokens: maximum number of tokens of the answer; None: the run's maximum
         stream: True if the reply is a stream of events
         include_usage: True if the stream ends with the numbers of tokens
         logprobs: True if the reply has the log-probs of the sampled tokens
@@ -591,7 +591,7 @@ def read_completion(body: bytes, rules: Rules) -> CompletionRequest:
 
 @dataclass(frozen=True)
 class Head:
-    """What all replies to a call share.
+    """Fields that all replies to a call have.
 
     Args:
         id: of the call

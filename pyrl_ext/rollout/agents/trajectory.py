@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyrl_ext.data.chat import check_known, check_size
+from pyrl_ext.data.chat import check_known, check_size, encoded
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.data.workers import CallFailed
@@ -41,7 +41,7 @@ class TrajectoryConfig:
 
 @dataclass(frozen=True, eq=False)
 class LastCall:
-    """What is needed to take the last call of a conversation back.
+    """State of a conversation before its last call, to take the call back.
 
     Args:
         answer: to the call
@@ -114,7 +114,7 @@ class AgentTrajectory:
     """The calls of one agent; see `endpoint.Callee`. All methods run in the endpoint's loop.
 
     A call whose messages continue a conversation extends its tokens; another one begins a
-    conversation. Conversations draw from random streams of their own.
+    conversation, with another random stream.
 
     Args:
         ask: hands a turn to the engine, and waits for what it samples
@@ -383,10 +383,7 @@ class AgentTrajectory:
         check_size(text, self.config.tokenizer, self.config.turns.max_tokens, "turns.max_tokens")
 
     def _encoded(self, text: str) -> list[int]:
-        try:
-            tokens = list(self.config.tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # lone surrogates
-            raise Broken(f"{type(error).__name__}: {error}", "text that encodes") from error
+        tokens = encoded(text, self.config.tokenizer, add_special_tokens=False)
         check_known(text, tokens, self.config.tokenizer)
         return tokens
 
