@@ -224,3 +224,13 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(part: str):
         assert caught.value.status == 400 and trajectory.asked == []
 
     asyncio.run(run())
+
+
+def test_a_client_may_ask_for_fewer_tokens():
+    async def run() -> None:
+        trajectory = Played()
+        for most in (1, None, 9):
+            await trajectory.chat(ChatRequest([user("0")], [], True, most, False, False, False))
+        assert [turn.max_new_tokens for turn in trajectory.asked] == [1, 4, 4]
+
+    asyncio.run(run())
