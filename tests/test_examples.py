@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from configs.examples.environment import Calculator
 from configs.examples.loss import tapered
 from configs.examples.reward import near
 from pyrl_ext.data.environment import load_environment
+from pyrl_ext.data.tasksets import load_taskset
+from pyrl_ext.data.workers import Pool
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.parallel.user_code import load_function
 from pyrl_ext.plan import compile_plan
@@ -28,11 +32,18 @@ PAGE = (REPOSITORY / "docs/README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("config", EXAMPLES, ids=lambda path: path.stem)
-def test_example_compiles_and_names_code_that_a_run_accepts(config: Path):
+def test_example_compiles_and_names_code_that_a_run_accepts(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+):
     plan = compile_plan(config)
     if plan.data.reward is not None:
         assert load_function("data.reward", plan.data.reward, 3)
-    if plan.turns.environment is not None:
+    if plan.turns.taskset is not None:
+        monkeypatch.syspath_prepend(str(config.parent))
+        load = partial(load_taskset, plan.turns.taskset, plan.turns.options)
+        with closing(Pool("turns.environment", load)) as pool:
+            assert len(pool.about) == 210
+    elif plan.turns.environment is not None:
         assert load_environment(plan.turns.environment, plan.turns.options)()
     if ":" in plan.objective.loss:
         assert load_function("objective.loss", plan.objective.loss, 3, config=plan.objective)

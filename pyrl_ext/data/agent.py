@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -35,11 +35,19 @@ from pyrl_ext.parallel.user_code import describe, load_callable, load_function, 
 from pyrl_ext.prompt import Prompt
 
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # no certificates, which take 18 ms: URLs are http
-_OPEN_FILES = 65_536  # of all agents of a worker; each has an event loop and connections
+OPEN_FILES = 65_536  # of all agents of a worker; each has an event loop and connections
 _KEPT = 65_536  # last bytes of what a command prints
 _SHOWN = 2000  # last characters of its stderr in a message
 _POLL_SECONDS = 1.0  # until the end of a command is seen whose pipes another process holds
 _DRAIN_SECONDS = 10.0  # for what is left in its pipes
+
+
+class Agent(Protocol):
+    """Runs trajectories."""
+
+    def __call__(self, call: AgentCall, stop: Stop) -> Any:
+        """Run a trajectory: what `read_reward` takes, or the awaitable of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,16 +111,22 @@ class AgentHost:
     Args:
         agent: runs a trajectory
         reward: fn(prompt, calls), or the awaitable of it; None: the agent gives the reward
+        about: sent to the pool
     """
 
-    about = None
     at_once: int | None = None
 
-    def __init__(self, agent: _Function | _Command, reward: Callable[..., Any] | None):
+    def __init__(
+        self,
+        agent: Agent,
+        reward: Callable[..., Any] | None,
+        about: Any = None,
+    ):
+        self.about = about
         self._agent = agent
         self._reward = reward
         self._lock = threading.Lock()
-        self._stops: dict[int | None, _Stop] = {}  # of owners whose calls began, or will
+        self._stops: dict[int | None, Stop] = {}  # of owners whose calls began, or will
 
     @staticmethod
     def load(
@@ -135,7 +149,7 @@ class AgentHost:
             ValueError: a function is missing or does not take its arguments; the program is missing
                 or is not executable; the package openai is missing, which functions need
         """
-        allow_open_files(_OPEN_FILES)
+        allow_open_files(OPEN_FILES)
         function = None if reward is None else load_function("turns.reward", reward, 2)
         if agent is not None:
             return AgentHost(_Function(_load_agent(agent, options)), function)
@@ -148,14 +162,14 @@ class AgentHost:
             self._forget(owner)
             return None
         stop = self._begin(owner)
-        try:
-            if method == "run":
-                return self._agent(*args, stop=stop)
-            return self._score(*args, stop=stop)
-        except BaseException:
-            if stop.asked:
-                raise CallFailed("stopped", "was stopped before it ended") from None
-            raise
+        with stop.noticed():
+            run = self._agent if method == "run" else self._score
+            value = run(*args, stop=stop)
+        return self._until(stop, value) if inspect.isawaitable(value) else value
+
+    async def _until(self, stop: Stop, value: Awaitable[Any]) -> Any:
+        with stop.noticed():
+            return await stop.ends(value)
 
     def read(self, method: str, value: Any) -> Any:
         """(reward, components), or None for "forget". Raises: CallFailed."""
@@ -168,14 +182,14 @@ class AgentHost:
             raise CallFailed("reward", text)
         return read_reward(value)
 
-    def _score(self, prompt: Prompt, calls: list[dict[str, Any]], stop: _Stop) -> Any:
+    def _score(self, prompt: Prompt, calls: list[dict[str, Any]], stop: Stop) -> Any:
         assert self._reward is not None
         value = self._reward(prompt, calls)
         return asyncio.run(stop.ends(value)) if inspect.isawaitable(value) else value
 
-    def _begin(self, owner: int | None) -> _Stop:
+    def _begin(self, owner: int | None) -> Stop:
         with self._lock:
-            stop = self._stops.setdefault(owner, _Stop())
+            stop = self._stops.setdefault(owner, Stop())
             if stop.asked:  # "forget" overtook it
                 del self._stops[owner]
                 raise CallFailed("stopped", "was stopped before it began")
@@ -185,13 +199,13 @@ class AgentHost:
         with self._lock:
             stop = self._stops.pop(owner, None)
             if stop is None:  # its call has not begun
-                stop = _Stop()
+                stop = Stop()
                 self._stops[owner] = stop
             stop.asked = True
         stop.end()
 
 
-class _Stop:
+class Stop:
     """The request to stop a call, which comes from another thread.
 
     Attributes:
@@ -202,6 +216,16 @@ class _Stop:
         self.asked = False
         self._lock = threading.Lock()
         self._end: Callable[[], object] | None = None
+
+    @contextmanager
+    def noticed(self) -> Generator[None]:
+        """Within, errors of a call that is to stop are a `CallFailed`."""
+        try:
+            yield
+        except BaseException:
+            if self.asked:
+                raise CallFailed("stopped", "was stopped before it ended") from None
+            raise
 
     @contextmanager
     def by(self, end: Callable[[], object]) -> Generator[None]:
@@ -248,7 +272,7 @@ class _Function:
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
 
-    def __call__(self, call: AgentCall, stop: _Stop) -> Any:
+    def __call__(self, call: AgentCall, stop: Stop) -> Any:
         """Run the function. A request to stop cancels a coroutine, and closes the client of an
         ordinary function."""
         options: dict[str, Any] = {
@@ -268,7 +292,7 @@ class _Function:
             raise CallFailed("reward", text)
         return value
 
-    async def _run(self, prompt: Prompt, options: dict[str, Any], stop: _Stop) -> Any:
+    async def _run(self, prompt: Prompt, options: dict[str, Any], stop: Stop) -> Any:
         http_client = self._openai.DefaultAsyncHttpxClient(verify=_TLS, trust_env=False)
         async with self._openai.AsyncOpenAI(**options, http_client=http_client) as client:
             return await stop.ends(self._function(client, prompt))
@@ -289,7 +313,7 @@ class _Command:
         self._command = [*command]
         self._gives_reward = gives_reward
 
-    def __call__(self, call: AgentCall, stop: _Stop) -> Any:
+    def __call__(self, call: AgentCall, stop: Stop) -> Any:
         """The value of the last line of stdout; None without ``gives_reward``. Once it is to stop,
         its processes are killed.
 
@@ -344,7 +368,7 @@ def _line(prompt: Prompt) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _outputs(process: subprocess.Popen[bytes], key: str, stop: _Stop) -> tuple[bytes, bytes]:
+def _outputs(process: subprocess.Popen[bytes], key: str, stop: Stop) -> tuple[bytes, bytes]:
     """Wait for the end of a command: the last bytes of its stdout and stderr."""
     assert process.stdout is not None and process.stderr is not None
     stdout = bytearray()

@@ -23,6 +23,7 @@ from pyrl_ext.data.rewards import Reward, Scorer, WorkerReward, load_reward
 from pyrl_ext.data.rising_task import RisingTask
 from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tasks import Task
+from pyrl_ext.data.tasksets import DescribedTask, load_taskset
 from pyrl_ext.data.tokenizer import Tokenizer, load_tokenizer
 from pyrl_ext.data.workers import Pool
 from pyrl_ext.parallel.launch import launched
@@ -149,6 +150,10 @@ def build_source(plan: Plan) -> PromptDataset:
     environments = None
     if plan.turns.kind is not None:
         environments = _workers(plan, tokenizer, stop_ids)
+    if plan.turns.taskset is not None:
+        assert environments is not None
+        prompts = _taskset_prompts(plan, tokenizer, environments.about)
+        return PromptDataset(prompts, no_reward, tokenizer, stop_ids, environments)
     build = _Builder(plan, tokenizer, stop_ids)
     sources = {name: build.source(name) for name in plan.data.sources}
     if not sources:
@@ -167,6 +172,8 @@ def _workers(plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Poo
     cores = (os.cpu_count() or 1) // launched("LOCAL_WORLD_SIZE", 1)
     workers = max(1, min(_MAX_WORKERS, cores))
     what = f"turns.{turns.kind}: {turns.name!r}"
+    if turns.taskset is not None:
+        return Pool(what, partial(load_taskset, turns.taskset, turns.options), workers)
     if turns.environment is None:
         host = partial(AgentHost.load, turns.agent, turns.command, turns.options, turns.reward)
         return Pool(what, host, workers)
@@ -182,6 +189,20 @@ def _workers(plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Poo
         forks=forks,
     )
     return Pool(what, host, workers)
+
+
+def _taskset_prompts(
+    plan: Plan, tokenizer: Tokenizer, tasks: Sequence[DescribedTask]
+) -> PromptSource:
+    """The tasks of an environment that brings them, as prompts. What the policy reads, the
+    environment writes: with system prompts and tools."""
+    prompts: list[Prompt] = []
+    for key, text in tasks:
+        tokens = encoded(text, tokenizer, add_special_tokens=False)
+        prompts.append(Prompt(len(prompts), tuple(tokens), None, text, {"task": key}))
+    return PromptSource(
+        prompts, None, plan.seed, plan.data.shuffle, lambda prompt: (prompt.meta or {})["task"]
+    )
 
 
 class _Builder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -71,6 +71,7 @@ class PromptSource:
             not trained on
         seed: of the order
         shuffle: False: file order
+        content: of a prompt; those with equal contents are on one side of the split
 
     Raises:
         ValueError: nothing to train on or nothing to evaluate on
@@ -82,12 +83,14 @@ class PromptSource:
         held_out: Sequence[Prompt] | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        content: Callable[[Prompt], Hashable] | None = None,
     ):
+        content = content or _content
         train = list(prompts)
         if held_out is None:
-            train, held_out = _split(train)
+            train, held_out = _split(train, content)
         if not train or not held_out:
-            different = len({_content(p) for p in prompts})
+            different = len({content(p) for p in prompts})
             raise ValueError(
                 f"PromptSource: {len(prompts)} prompts, {different} of them different: "
                 f"{len(train)} to train on and {len(held_out)} held out, expected at least one of "
@@ -108,14 +111,16 @@ class PromptSource:
         return self._held_out[:n]
 
 
-def _split(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+def _split(
+    prompts: list[Prompt], content: Callable[[Prompt], Hashable]
+) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held out): an eighth of the distinct prompts, at least one, by rank of a hash."""
     # a cryptographic hash: a checksum would hold out related prompts together
-    marks = {_content(p): sha256(repr(_content(p)).encode()).digest() for p in prompts}
+    marks = {content(p): sha256(repr(content(p)).encode()).digest() for p in prompts}
     ranked = sorted(marks, key=lambda content: marks[content])
     chosen = set(ranked[: max(1, len(ranked) // 8)])
-    train = [p for p in prompts if _content(p) not in chosen]
-    return train, list({_content(p): p for p in prompts if _content(p) in chosen}.values())
+    train = [p for p in prompts if content(p) not in chosen]
+    return train, list({content(p): p for p in prompts if content(p) in chosen}.values())
 
 
 def _content(prompt: Prompt) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ def function_problem(name: str, folder: str, takes: Sequence[str] = ()) -> str |
         takes: the positional arguments that a function is called with; empty: not looked at
     """
     module, _, attribute = name.partition(":")
-    found = _find(module, folder)
+    found = find_module(module, folder)
     if isinstance(found, str):
         return (
             f"{show(name)}: no module {found!r}, expected one next to the YAML file "
@@ -98,7 +98,7 @@ def _signature_problem(
     )
 
 
-def _find(module: str, folder: str) -> ModuleSpec | str | None:
+def find_module(module: str, folder: str) -> ModuleSpec | str | None:
     """Where ``module`` is; the package or module that is missing; None: cannot be told."""
     parts = module.split(".")
     try:

@@ -43,7 +43,7 @@ _COMPARE = NAMED_REWARDS.values()
 
 @rule("data")
 def one_source_of_prompts(plan: Plan) -> Found:
-    if not plan.has_rollouts:
+    if not plan.has_rollouts or plan.turns.taskset is not None:
         return
     for name, keys in plan.prompt_keys.items():
         if (keys.task is None) != (keys.prompts is None):

@@ -10,6 +10,7 @@ from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
 from pyrl_ext.plan.schema.turns import ENVIRONMENTS
+from pyrl_ext.plan.tasksets import taskset_problem
 
 INSTALL = "pip install 'pyrl-ext[agents]'"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -41,7 +42,7 @@ def agents_alone_have_renderers_and_rewards(plan: Plan) -> Found:
     turns = plan.turns
     if turns.kind != "environment":
         return
-    for name in ("renderer", "reward"):
+    for name in ("reward",) if turns.has_agent else ("renderer", "reward"):
         if changed(turns, name):
             yield name, f"{show(getattr(turns, name))} with turns.environment, expected it left out"
 
@@ -56,8 +57,11 @@ def a_command_takes_no_options(plan: Plan) -> Found:
 @rule("turns.environment")
 def the_environment_exists(plan: Plan) -> Found:
     name = plan.turns.environment
+    if plan.turns.taskset is not None:
+        return taskset_problem(plan.turns.taskset, plan.resolve("."))
     if name is not None and name not in ENVIRONMENTS and not _CLASS.fullmatch(name):
-        return f"{show(name)}, expected {', '.join(ENVIRONMENTS)}, or module:Class"
+        return f"{show(name)}, expected {', '.join(ENVIRONMENTS)}, module:Class or verifiers:NAME"
+    return None
 
 
 @rule("turns")
@@ -67,7 +71,7 @@ def the_agent_and_its_packages_exist(plan: Plan) -> Found:
         if value is not None and not _CLASS.fullmatch(value):
             yield name, f"{show(value)}, expected module:function"
     for package in ("openai", "renderers"):
-        if plan.turns.has_agent and find_spec(package) is None:
+        if plan.turns.kind in ("agent", "command") and find_spec(package) is None:
             rule = f"expected it. Run {INSTALL}"
             yield str(plan.turns.kind), f"{plan.turns.name} without the package {package}, {rule}"
 
@@ -111,10 +115,25 @@ def the_environment_gives_the_reward(plan: Plan) -> Found:
             yield turns.kind, f"{what}, expected only one of them; each brings rewards"
 
 
+@rule("turns.environment")
+def a_taskset_brings_its_prompts(plan: Plan) -> Found:
+    if plan.turns.taskset is None:
+        return
+    if plan.evaluate.sets:
+        names = ", ".join(plan.evaluate.sets)
+        yield f"{plan.turns.name} with evaluate.sets {names}, expected none; tasks have the rewards"
+    for name in ("prompts", "eval_prompts", "chat", "system_prompt", "sources"):
+        if changed(plan.data, name):
+            value = getattr(plan.data, name)
+            text = ", ".join(value) if name == "sources" else show(value)
+            rule = "expected it left out; the tasks of the environment have their own"
+            yield f"{plan.turns.name} with data.{name} {text}, {rule}"
+
+
 @rule("turns")
 def an_environment_has_one_source(plan: Plan) -> Found:
     turns = plan.turns
-    if turns.kind is not None and plan.data.sources:
+    if turns.kind is not None and plan.data.sources and turns.taskset is None:
         what = f"{turns.name} with data.sources, expected data.prompts"
         yield turns.kind, f"{what}; the {turns.kind} would reward the prompts of all sources"
 

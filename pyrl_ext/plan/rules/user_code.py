@@ -39,7 +39,7 @@ def the_advantage_is_there(plan: Plan) -> Found:
 
 @rule("turns.environment")
 def the_class_of_the_environment_is_there(plan: Plan) -> Found:
-    return _problem(plan, plan.turns.environment)
+    return None if plan.turns.taskset else _problem(plan, plan.turns.environment)
 
 
 @rule("turns")

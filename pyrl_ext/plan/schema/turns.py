@@ -15,6 +15,9 @@ ENVIRONMENTS = {
 }
 """Built-in environment -> its class."""
 
+VERIFIERS = "verifiers:"
+"""Begins the names of environments of the package verifiers."""
+
 REASONS = {
     "error": "the environment or the agent raised an error",
     "timeout": "a call, or an agent between two calls, exceeded turns.timeout",
@@ -37,8 +40,8 @@ class Turns(Section):
     turns."""
 
     environment: Text | None = None
-    """built-in name, or module:Class with start(prompt) and step(tokens, text); null: none, every
-    trajectory is one response"""
+    """built-in name, module:Class with start(prompt) and step(tokens, text), or verifiers:NAME, an
+    environment of that package, which brings its prompts; null: none"""
     agent: Text | None = None
     """module:function of an agent, ``async def run(client, prompt)`` -> reward, which calls the
     policy through an OpenAI client; null: none"""
@@ -46,7 +49,8 @@ class Turns(Section):
     """program and arguments of an agent that finds the policy at OPENAI_BASE_URL; the last line of
     its output is the reward; []: none"""
     options: dict[str, Any] = Field(default={})
-    """keyword arguments of the environment's class, or of the agent"""
+    """keyword arguments of the environment's class, or of the agent; settings of a verifiers
+    taskset"""
     reward: Text | None = None
     """module:function of (prompt, calls) that rewards the trajectory of an agent; null: the agent
     gives the reward"""
@@ -91,9 +95,16 @@ class Turns(Section):
         return self.environment or self.agent or " ".join(self.command[:1])
 
     @property
+    def taskset(self) -> str | None:
+        """Name of the environment of verifiers; None: it is no such environment."""
+        if self.environment is None or not self.environment.startswith(VERIFIERS):
+            return None
+        return self.environment.removeprefix(VERIFIERS)
+
+    @property
     def has_agent(self) -> bool:
-        """True if an agent drives the trajectories."""
-        return self.kind in ("agent", "command")
+        """True if what drives the trajectories calls the policy."""
+        return self.kind in ("agent", "command") or self.taskset is not None
 
     @property
     def merges(self) -> bool:

@@ -197,13 +197,14 @@ class Endpoint:
         """The trajectory of a request's key. Raises: ApiError."""
         authorization = http.headers.get("Authorization", "")
         scheme, _, given = authorization.partition(" ")
-        key = http.match_info.get("key", given if scheme.lower() == "bearer" else "")
+        bearer = given if scheme.lower() == "bearer" else ""
+        key = http.match_info.get("key", http.headers.get("X-API-Key", bearer))
         callee = self._callees.get(_digest(key))
         if callee is None:
             raise ApiError(
                 401,
                 "no key of a running trajectory, expected one in the header Authorization: Bearer "
-                "KEY, or in the base URL, /t/KEY/v1",
+                "KEY or X-API-Key: KEY, or in the base URL, /t/KEY/v1",
                 "invalid_api_key",
                 kind="authentication_error",
             )

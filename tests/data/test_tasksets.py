@@ -1,0 +1,248 @@
+"""Environments of the package verifiers in worker processes, played through the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pyrl_ext.data.agent import AgentCall
+from pyrl_ext.data.tasksets import load_taskset
+from pyrl_ext.data.workers import CallFailed, Pool
+from pyrl_ext.prompt import Prompt
+from pyrl_ext.rollout.agents.endpoint import Endpoint
+from pyrl_ext.rollout.agents.protocol import (
+    Answer,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Rules,
+)
+from tests.helpers.deadline import DEADLINE
+
+pytestmark = pytest.mark.multiprocess
+
+ADD = "calc_tools_add"
+FOLDER = Path(__file__).parents[1] / "helpers/tasksets"
+
+
+class Player:
+    """A policy that answers what a function says.
+
+    Args:
+        answers: messages of a call -> the text of the answer, or the arguments of a tool call
+    """
+
+    def __init__(self, endpoint: Endpoint, answers: Callable[[list[Any]], str | dict[str, str]]):
+        self.answers = answers
+        self.requests: list[ChatRequest] = []
+        self.key = endpoint.add(self)
+
+    async def chat(self, request: ChatRequest) -> Answer:
+        self.requests.append(request)
+        said = self.answers([*request.messages])
+        calls = () if isinstance(said, str) else (("call_1", said["name"], said["arguments"]),)
+        return Answer(
+            text=said if isinstance(said, str) else None,
+            reasoning=None,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls else "stop",
+            prompt_tokens=3,
+            token_texts=("x",),
+            logprobs=(-0.5,),
+        )
+
+    async def complete(self, request: CompletionRequest) -> Answer:
+        raise AssertionError("no task asks for a completion")
+
+    def undelivered(self, answer: Answer) -> None:
+        """Nothing is taken back."""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint(Rules("policy", 1.0, 1.0, (), 32, 100))
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def path() -> Iterator[None]:
+    """Tasksets of the tests and the examples are found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plays(path: None) -> Iterator[Pool]:
+    with taskset_pool("played_tasks") as pool:
+        yield pool
+
+
+def taskset_pool(name: str, **options: Any) -> closing[Pool]:
+    load = partial(load_taskset, name, options)
+    return closing(Pool(f"turns.environment: 'verifiers:{name}'", load))
+
+
+def call_of(pool: Pool, endpoint: Endpoint, player: Player, text: str) -> AgentCall:
+    """The call that plays the task with a prompt."""
+    (key,) = (key for key, shown in pool.about if shown == text)
+    prompt = Prompt(0, (1,), None, text, {"task": key})
+    return AgentCall(prompt, endpoint.url, player.key, "policy")
+
+
+def play(pool: Pool, endpoint: Endpoint, player: Player, text: str) -> Any:
+    owner = pool.owner()
+    call = call_of(pool, endpoint, player, text)
+    (future,) = pool.submit("run", [(call,)], None, owner)
+    try:
+        return future.result(DEADLINE)
+    finally:
+        pool.release(owner)
+
+
+def test_a_task_is_played_with_its_reward_and_its_metrics(plays: Pool, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "three" if len(messages) > 3 else "one")
+    assert play(plays, endpoint, player, "Play counts") == (5.0, {"calls": 2.0})
+    first, second = player.requests
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "Play counts"}
+    assert [*first.messages] == [system, user]
+    roles = [message["role"] for message in second.messages]
+    assert roles == ["system", "user", "assistant", "user"]
+
+
+def test_trajectories_at_the_same_time_call_with_their_own_keys(plays: Pool, endpoint: Endpoint):
+    players = [Player(endpoint, lambda messages, size=size: "x" * size) for size in range(1, 9)]
+    calls = [(call_of(plays, endpoint, player, "Play counts"),) for player in players]
+    owners = [plays.owner() for _ in players]
+    futures = [
+        plays.submit("run", [call], None, owner)[0]
+        for call, owner in zip(calls, owners, strict=True)
+    ]
+    rewards = [future.result(DEADLINE)[0] for future in futures]
+    for owner in owners:
+        plays.release(owner)
+    assert rewards == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {len(player.requests) for player in players} == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "message"),
+    [
+        ("raises", "error", "TaskError: .*no answer"),
+        ("not_a_number", "reward", "returned components with the sum nan|returned nan"),
+        ("plays_twice", "error", "played 2 times, expected once"),
+        ("plays_nothing", "error", "ran no agent"),
+    ],
+)
+def test_a_task_that_fails_has_no_reward(
+    plays: Pool, endpoint: Endpoint, name: str, reason: str, message: str
+):
+    player = Player(endpoint, lambda messages: "one")
+    with pytest.raises(CallFailed, match=message) as caught:
+        play(plays, endpoint, player, f"Play {name}")
+    assert caught.value.reason == reason
+
+
+def test_an_error_of_the_endpoint_ends_the_task(plays: Pool, endpoint: Endpoint):
+    def refuses(messages: list[Any]) -> str:
+        raise ApiError(400, "no room for an answer", "context_length_exceeded")
+
+    player = Player(endpoint, refuses)
+    with pytest.raises(CallFailed, match="no room for an answer"):
+        play(plays, endpoint, player, "Play counts")
+    assert len(player.requests) == 1
+
+
+def test_a_task_that_hangs_is_given_up_and_others_go_on(plays: Pool, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "one")
+    owner = plays.owner()
+    call = call_of(plays, endpoint, player, "Play hangs")
+    (future,) = plays.submit("run", [(call,)], None, owner)
+    plays.give_up(owner, CallFailed("timeout", "too late"))
+    with pytest.raises(CallFailed, match="too late"):
+        future.result(DEADLINE)
+    plays.release(owner)
+    assert play(plays, endpoint, player, "Play counts")[0] == 3
+
+
+def test_a_tool_of_a_task_is_called_and_ends_with_it(path: None, endpoint: Endpoint):
+    calls = iter([("subtract", "{}"), (ADD, "1 + 3"), (ADD, "[1, 3]"), (ADD, '{"a": 1, "b": 3}')])
+
+    def adds(messages: list[Any]) -> str | dict[str, str]:
+        name, arguments = next(calls, (None, messages[-1]["content"]))
+        return arguments if name is None else {"name": name, "arguments": arguments}
+
+    player = Player(endpoint, adds)
+    with taskset_pool("adding_tasks") as pool:
+        assert play(pool, endpoint, player, "1+3") == (1.0, {})
+        tools = [tool["function"]["name"] for tool in player.requests[0].tools]
+        assert tools == [ADD]
+        results = [m["content"] for m in player.requests[-1].messages if m["role"] == "tool"]
+        assert results == [
+            "no tool 'subtract', expected calc_tools_add",
+            "the arguments are no JSON: Extra data: line 1 column 3 (char 2)",
+            "the arguments are a list, expected a JSON object",
+            "4",
+        ]
+        left = [child for child in psutil.Process().children(recursive=True) if _is_tool(child)]
+        assert not left
+
+
+def _is_tool(process: psutil.Process) -> bool:
+    try:
+        return "calc_tools" in process.cmdline()
+    except psutil.Error:  # it has ended
+        return False
+
+
+def test_hangman_of_textarena_rewards_the_word(
+    tmp_path: Path, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+):
+    """An environment that verifiers brings; its list of words is one word."""
+    words = tmp_path / "corpora/words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("plant\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    guesses = iter(["[z]", "[p]", "[plant]"])
+    winner = Player(endpoint, lambda messages: next(guesses))
+    loser = Player(endpoint, lambda messages: "[z]")
+    with taskset_pool("textarena", game="Hangman-v0") as pool:
+        text = pool.about[0][1]
+        prompt = Prompt(0, (1,), None, text, {"task": pool.about[0][0]})
+        rewards: list[float] = []
+        for player in (winner, loser):
+            owner = pool.owner()
+            call = AgentCall(prompt, endpoint.url, player.key, "policy")
+            (future,) = pool.submit("run", [(call,)], None, owner)
+            rewards.append(future.result(DEADLINE)[0])
+            pool.release(owner)
+    assert "Hangman" in text and len(winner.requests) == 3
+    assert rewards[0] == 1.0 > rewards[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("played_tasks", {"play": 1}, "turns.options.play is 1: Extra inputs are not permitted"),
+        ("played_tasks", {"plays": 1}, "turns.options.plays is 1: Input should be a valid list"),
+        ("textarena", {"game": "Chess"}, "turns.options.game is 'Chess': Input should be 'Wordle"),
+        ("calc_tools", {}, "defines no `__all__`"),
+        ("played_tasks", {"plays": []}, "has no tasks, expected some"),
+    ],
+)
+def test_a_taskset_that_does_not_load_says_why(
+    path: None, name: str, options: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=r"turns\.environment: '?verifiers:") as caught:
+        taskset_pool(name, **options)
+    assert message in str(caught.value)
