@@ -20,6 +20,7 @@ import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -37,6 +38,7 @@ from pyrl_ext.rollout.agents.protocol import (
 WAITING_S = 10.0  # between the comments of a stream that waits for its answer
 SHUTDOWN_S = 2.0  # longest wait at the end for clients that do not read
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Writer = Callable[[Answer], dict[str, Any] | list[dict[str, Any]]]  # a list: events of a stream
 
 
 class Callee(Protocol):
@@ -155,30 +157,24 @@ class Endpoint:
         return app
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        self._callee(http)  # nothing is read without a key
-        request = protocol.read_chat(await _body(http), self.rules)
-        callee = self._callee(http)  # the key may be removed meanwhile
-        head = self._head("chatcmpl")
-
-        def body(answer: Answer) -> bytes:
-            if request.stream:
-                return _events(protocol.chat_chunks(answer, request, head))
-            return _json(protocol.chat_reply(answer, request, head))
-
-        return await self._answer(http, callee, callee.chat(request), request.stream, body)
+        callee, request = await self._read(http, protocol.read_chat)
+        write = protocol.chat_chunks if request.stream else protocol.chat_reply
+        reply = partial(write, request=request, head=self._head("chatcmpl"))
+        return await self._answer(http, callee, callee.chat(request), request.stream, reply)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        callee, request = await self._read(http, protocol.read_completion)
+        write = protocol.completion_chunks if request.stream else protocol.completion_reply
+        reply = partial(write, request=request, head=self._head("cmpl"))
+        return await self._answer(http, callee, callee.complete(request), request.stream, reply)
+
+    async def _read[T](
+        self, http: web.Request, read: Callable[[bytes, Rules], T]
+    ) -> tuple[Callee, T]:
+        """The trajectory of a call, and its request. Raises: ApiError."""
         self._callee(http)  # nothing is read without a key
-        request = protocol.read_completion(await _body(http), self.rules)
-        callee = self._callee(http)  # the key may be removed meanwhile
-        head = self._head("cmpl")
-
-        def body(answer: Answer) -> bytes:
-            if request.stream:
-                return _events(protocol.completion_chunks(answer, request, head))
-            return _json(protocol.completion_reply(answer, request, head))
-
-        return await self._answer(http, callee, callee.complete(request), request.stream, body)
+        request = read(await _body(http), self.rules)
+        return self._callee(http), request  # the key may be removed meanwhile
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         self._callee(http)
@@ -216,7 +212,7 @@ class Endpoint:
         callee: Callee,
         call: Coroutine[Any, Any, Answer],
         stream: bool,
-        body: Callable[[Answer], bytes],
+        write: Writer,
     ) -> web.StreamResponse:
         """Run a call and write its reply. A client that goes away cancels the call.
 
@@ -235,7 +231,7 @@ class Endpoint:
         try:
             await _wait(http, task, response, WAITING_S if stream else None)
             answer = self._result(task)
-            content = _written(callee, answer, body)
+            content = _written(callee, answer, write)
         except ApiError as error:
             if not response.prepared:
                 raise
@@ -338,10 +334,11 @@ def _give_back(callee: Callee, answer: Answer) -> None:
         traceback.print_exception(error, file=sys.stderr)
 
 
-def _written(callee: Callee, answer: Answer, body: Callable[[Answer], bytes]) -> bytes:
+def _written(callee: Callee, answer: Answer, write: Writer) -> bytes:
     """The body of a reply. Raises: ApiError for what JSON cannot hold, NaN for example."""
     try:
-        return body(answer)
+        written = write(answer)
+        return _events(written) if isinstance(written, list) else _json(written)
     except Exception as error:
         _give_back(callee, answer)
         raise _failure(error) from None
