@@ -656,16 +656,21 @@ def _completion_logprobs(answer: Answer) -> dict[str, Any]:
     }
 
 
-def chat_reply(answer: Answer, request: ChatRequest, head: Head) -> dict[str, Any]:
-    """The reply to a chat."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+def message_of(answer: Answer) -> dict[str, Any]:
+    """The assistant's message, as in `ChatRequest`."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [_call(*call) for call in answer.tool_calls]
+    return message
+
+
+def chat_reply(answer: Answer, request: ChatRequest, head: Head) -> dict[str, Any]:
+    """The reply to a chat."""
     choice = {
         "index": 0,
-        "message": message,
+        "message": message_of(answer) | {"refusal": None},
         "logprobs": _chat_logprobs(answer) if request.logprobs else None,
         "finish_reason": answer.finish_reason,
     }

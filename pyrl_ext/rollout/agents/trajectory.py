@@ -13,7 +13,13 @@ from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.agents.chat_format import ChatFormat, FormatError, Message, Reply
-from pyrl_ext.rollout.agents.protocol import Answer, ApiError, ChatRequest, CompletionRequest
+from pyrl_ext.rollout.agents.protocol import (
+    Answer,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    message_of,
+)
 from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Prompt, Sample, Turn
 
@@ -191,7 +197,7 @@ class AgentTrajectory:
         if reply.content is None and not calls:
             reply = replace(reply, content="")  # clients send a message without content as none
         answer = self._answer(sample, reply, calls, request.logprobs)
-        message = _message(answer)
+        message = message_of(answer)
         shown = {"messages": request.messages, "reply": message}
         self._take(branch, sample, answer, shown)
         branch.tools = tools
@@ -395,16 +401,3 @@ class AgentTrajectory:
 def over_error() -> ApiError:
     """The answer to a call of an agent that has ended."""
     return ApiError(503, "the trajectory is over", "trajectory_over", kind="server_error")
-
-
-def _message(answer: Answer) -> Message:
-    """The assistant's message as a client sends it back."""
-    message: Message = {"role": "assistant", "content": answer.text}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for id, name, arguments in answer.tool_calls
-        ]
-    return message
