@@ -24,7 +24,7 @@ def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:
     Raises: Broken.
     """
     check_messages(messages, tokenizer)
-    return _apply(messages, tokenizer, tokenize=False, add_generation_prompt=generate)
+    return apply_template(messages, tokenizer, tokenize=False, add_generation_prompt=generate)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int]
         raise Broken("messages without an assistant's turn", "at least one; the loss is over it")
     if not _GENERATION_MARK.search(tokenizer.get_chat_template()):
         return _tokens_by_prefixes(messages, tokenizer)
-    marked = _apply(
+    marked = apply_template(
         messages,
         tokenizer,
         tokenize=True,
@@ -113,7 +113,7 @@ def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int]
 def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     def encode(end: int, generate: bool) -> list[int]:
         options = {"tokenize": False, "add_generation_prompt": generate}
-        text = _apply(messages[:end], tokenizer, **options)
+        text = apply_template(messages[:end], tokenizer, **options)
         return encoded(text, tokenizer, add_special_tokens=False)
 
     if messages[0]["role"] == "assistant":
@@ -136,7 +136,8 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
     return whole, mask
 
 
-def _apply(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
+def apply_template(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
+    """What the tokenizer's chat template makes of messages. Raises: Broken where it raises."""
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates raise what they like

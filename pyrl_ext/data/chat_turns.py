@@ -1,7 +1,7 @@
-"""Conversations of messages as environments: the chat template is applied by what it adds.
+"""Conversations of messages as environments.
 
 A conversation is rendered once, when it begins. Later messages are appended as the tokens that the
-template adds behind an assistant's turn, so that what was sampled stays as it was sampled.
+chat template adds behind an assistant's turn, so that what was sampled stays as it was sampled.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pyrl_ext.data.chat_template import ChatTemplate, Message, Tool
 from pyrl_ext.data.environment import Context, StepResult
 from pyrl_ext.data.rewards import exact_match, read_reward
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.parallel.user_code import describe, load_callable
 from pyrl_ext.prompt import Prompt
 
-Message = dict[str, Any]
-
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
-_MARK = "x"  # the assistant's answer in conversations that are rendered to see what follows it
 
 
 class ChatTurns:
-    """A chat template, split at the assistant's turns.
+    """A conversation that a chat template renders.
 
     Args:
         tokenizer: with a chat template
-        stop_ids: tokens that end a turn
         tools: schemas that the template shows at the beginning
         role: of the messages that will follow an assistant's turn
-        forks: a template that renders what comes before a message differently once it follows is
-            accepted; the whole conversation is then rendered for every turn, as a fork
+        forks: a template that writes earlier turns differently once a message follows is accepted;
+            the whole conversation is then rendered for every turn, as a fork
 
     Attributes:
         forgets: how the template does that; None: it keeps earlier turns as they are
@@ -47,70 +44,48 @@ class ChatTurns:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         role: str = "user",
         forks: bool = False,
     ):
-        self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
         self.tools = list(tools)
         self.forgets: str | None = None
-        self._said: list[Message] = []
-        self._begin: list[Message] = [
-            {"role": "user", "content": _MARK},
-            {"role": "assistant", "content": _MARK},
-        ]
-        opening = self._text(self._begin[:1], True)
-        self._known = self._text(self._begin, False)
-        if not self._known.startswith(opening + _MARK):
-            self.forgets = _differs("assistant", opening + _MARK, self._known)
-        self._end = self._ids(self._known[len(opening + _MARK) :])
-        whole = self._text([*self._begin, {"role": role, "content": _MARK}], True)
-        if not whole.startswith(self._known):
-            self.forgets = _differs(role, self._known, whole)
+        self._template = ChatTemplate(tokenizer)
+        self._messages: list[Message] = []
+        if not self._template.keeps_turns(role, self.tools):
+            self.forgets = (
+                "chat template: it writes an assistant's turn differently once a message of role "
+                f"{role} follows, expected the same"
+            )
         if self.forgets is not None and not forks:
             raise ValueError(
                 f"{self.forgets}; every such turn would be a fork. Use a template that keeps "
                 "earlier turns as they are, or turns.form stepwise, which trains them separately"
             )
 
-    def opening(self, messages: list[Message]) -> Context:
+    def opening(self, messages: Sequence[Message]) -> Context:
         """A conversation, up to where the assistant begins."""
-        self._said = [*messages]
-        return Context(self._ids(self._text(messages, True)))
+        self._messages = [*messages]
+        return Context(self._template.open(self._messages, self.tools))
 
-    def after(self, text: str, messages: list[Message], stopped: bool) -> list[int] | Context:
+    def after(
+        self, tokens: Sequence[int], text: str, messages: Sequence[Message]
+    ) -> list[int] | Context:
         """Tokens to append behind an assistant's turn, up to where it begins its next; the whole
-        conversation if the template forgets.
+        conversation if the template writes the turn differently.
 
         Args:
-            text: of the assistant's turn
-            stopped: it ended with a stop token; else the template's end of a turn is added
+            tokens, text: of the assistant's turn
         """
-        if self.forgets is not None:
-            return self.opening([*self._said, {"role": "assistant", "content": text}, *messages])
-        whole = self._text([*self._begin, *messages], True)
-        if not whole.startswith(self._known):
-            raise ValueError(_differs(str(messages[0].get("role")), self._known, whole))
-        ends = stopped and self._end and self._end[0] in self.stop_ids
-        return self._end[1 if ends else 0 :] + self._ids(whole[len(self._known) :])
-
-    def _text(self, messages: list[Message], generate: bool) -> str:
-        options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate, **options
-        )
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _differs(role: str, before: str, whole: str) -> str:
-    return (
-        f"chat template: a conversation with a message of role {role} begins with "
-        f"{whole[: len(before)]!r}, expected {before!r}, as without it"
-    )
+        said: Message = {"role": "assistant", "content": text}
+        whole = [*self._messages, said, *messages]
+        added = None
+        if self.forgets is None:
+            added = self._template.added(said, messages, self.tools, tokens[-1])
+        if added is None:
+            return self.opening(whole)
+        self._messages = whole
+        return added
 
 
 class Messages:
@@ -120,7 +95,7 @@ class Messages:
         environment: module:Class with reset() -> messages, or reset(prompt); and step(message) ->
             (messages, reward, done)
         options: its keyword arguments
-        tokenizer, stop_ids, forks: of the run
+        tokenizer, forks: of the run
     """
 
     role = "user"
@@ -129,12 +104,11 @@ class Messages:
         self,
         environment: str,
         tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
         options: Mapping[str, Any] | None = None,
         forks: bool = False,
     ):
         self.inner: Any = load_callable("turns.options.environment", environment)(**(options or {}))
-        self.chat = ChatTurns(tokenizer, stop_ids, role=self.role, forks=forks)
+        self.chat = ChatTurns(tokenizer, role=self.role, forks=forks)
 
     def start(self, prompt: Prompt) -> Context:
         """The rendered messages of ``reset``; the prompt's tokens are not shown."""
@@ -144,8 +118,8 @@ class Messages:
     def step(self, tokens: list[int], text: str) -> StepResult:
         """Pass on the assistant's message, and append what is answered."""
         messages, reward, done = self.inner.step({"role": "assistant", "content": text})
-        stopped = tokens[-1] in self.chat.stop_ids
-        return StepResult(None if done else self.chat.after(text, messages, stopped), reward, done)
+        added = None if done else self.chat.after(tokens, text, messages)
+        return StepResult(added, reward, done)
 
 
 class Tools:
@@ -158,7 +132,7 @@ class Tools:
     Args:
         tools: functions as module:function; their type hints and docstrings become schemas
         reward: module:function of (prompt, text, tokens); null: 1 if the answer is the prompt's
-        tokenizer, stop_ids, forks: of the run
+        tokenizer, forks: of the run
     """
 
     role = "tool"
@@ -167,7 +141,6 @@ class Tools:
         self,
         tools: Sequence[str],
         tokenizer: Tokenizer,
-        stop_ids: Sequence[int],
         reward: str | None = None,
         forks: bool = False,
     ):
@@ -175,7 +148,7 @@ class Tools:
         self.tools = {function.__name__: function for function in functions}
         self.reward = load_callable("turns.options.reward", reward) if reward else exact_match
         schemas = [schema(function) for function in functions]
-        self.chat = ChatTurns(tokenizer, stop_ids, schemas, self.role, forks)
+        self.chat = ChatTurns(tokenizer, schemas, self.role, forks)
 
     def start(self, prompt: Prompt) -> Context:
         """The prompt's text as the user's message, with the tools as the template shows them."""
@@ -189,7 +162,7 @@ class Tools:
             reward, _ = read_reward(self.reward(self.prompt, text, tokens))
             return StepResult(None, reward, True)
         results = [{"role": "tool", "content": self._call(call)} for call in calls]
-        return StepResult(self.chat.after(text, results, tokens[-1] in self.chat.stop_ids))
+        return StepResult(self.chat.after(tokens, text, results))
 
     def _call(self, text: str) -> str:
         try:
@@ -203,9 +176,7 @@ class Tools:
             return f"error: {describe(error)}"
 
 
-def check_template(
-    environment: str, tokenizer: Tokenizer, stop_ids: Sequence[int], forks: bool
-) -> None:
+def check_template(environment: str, tokenizer: Tokenizer, forks: bool) -> None:
     """Check the chat template for a built-in environment of messages, before a run.
 
     A line on stderr says if every turn will be a fork.
@@ -215,7 +186,7 @@ def check_template(
     """
     for kind in (Messages, Tools):
         if environment == kind.__name__.lower():
-            chat = ChatTurns(tokenizer, stop_ids, role=kind.role, forks=forks)
+            chat = ChatTurns(tokenizer, role=kind.role, forks=forks)
             if chat.forgets is not None:
                 print(f"{chat.forgets}; every turn is a fork, and a sample", file=sys.stderr)
 

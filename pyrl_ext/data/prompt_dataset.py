@@ -179,7 +179,7 @@ def _workers(plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Poo
         return Pool(what, host, workers)
     assert plan.tokenizer_path is not None
     forks = turns.form == "stepwise"
-    check_template(turns.environment, tokenizer, stop_ids, forks)
+    check_template(turns.environment, tokenizer, forks)
     host = partial(
         EnvironmentHost.load,
         turns.environment,

@@ -31,8 +31,8 @@ _QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Names of the prompt in other formats."""
 
 
-class Broken(Exception):
-    """One record cannot be used: (what, expected rule)."""
+class Broken(ValueError):
+    """One record, or conversation, cannot be used: (what, expected rule)."""
 
     def __str__(self) -> str:
         return f"{self.args[0]}, expected {self.args[1]}"
@@ -45,6 +45,8 @@ def parse(line: bytes) -> Any:
         if b"\\u" in line:  # the escape of half a character is valid JSON
             json.dumps(record, ensure_ascii=False).encode("utf-8")
         return record
+    except Broken:
+        raise
     except (ValueError, RecursionError) as error:
         rule = "one JSON object a line, in UTF-8"
         raise Broken(f"{type(error).__name__}: {error}", rule) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -22,6 +23,22 @@ TEMPLATE = (
 # drops what assistants said before the last message of the user
 FORGETS = TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' }}"
+)
+
+# writes the reasoning of turns after the last message of the user, an empty one in the last turn
+THINKS = (
+    "{% set ns = namespace(asked=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+) + TEMPLATE.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content)"
+    " %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m.content }}",
+)
+# ends a turn with the role of the next
+OPENS_ONLY = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
@@ -66,7 +83,7 @@ def encode(text: str) -> list[int]:
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_messages_append_what_the_whole_conversation_renders(template: str | None):
     tokenizer = with_template(template or TOKENIZER.get_chat_template())
-    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer, (EOS,))
+    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer)
     first = environment.start(Prompt(0, (5,)))
     assert isinstance(first, Context)
     result = environment.step([*encode("ok"), EOS], "ok")
@@ -80,28 +97,86 @@ def test_messages_append_what_the_whole_conversation_renders(template: str | Non
 
 
 def test_after_closes_a_turn_that_was_cut():
-    chat = ChatTurns(with_template(TEMPLATE), (EOS,))
+    chat = ChatTurns(with_template(TEMPLATE))
     message = [{"role": "user", "content": "go"}]
     rest = encode("\n<|user|>go\n<|assistant|>")
-    assert chat.after("ok", message, False) == [EOS, *rest]
-    assert chat.after("ok", message, True) == rest
+    assert chat.after(encode("ok"), "ok", message) == [EOS, *rest]
+    assert chat.after([*encode("ok"), EOS], "ok", message) == rest
+
+
+def test_after_repeats_no_role_that_was_sampled():
+    chat = ChatTurns(with_template(OPENS_ONLY))
+    message = [{"role": "user", "content": "go"}]
+    rest = encode("<|user|>go<|assistant|>")
+    assert chat.after(encode("ok"), "ok", message) == rest
+    assert chat.after([*encode("ok"), rest[0]], "ok", message) == rest[1:]
+
+
+def test_after_renders_the_whole_once_a_message_of_another_role_rewrites_a_turn():
+    """The template forgets what was said before a message of the system, not of the user."""
+    forgets = (
+        "m.content if m.role != 'assistant' or messages[-1].role == 'user' or loop.last else ''"
+    )
+    chat = ChatTurns(with_template(TEMPLATE.replace("m.content", forgets)))
+    first = chat.opening([{"role": "user", "content": "a"}])
+    said = [*encode("b"), EOS]
+    added = chat.after(said, "b", [{"role": "user", "content": "c"}])
+    text = "<|user|>a\n<|assistant|>b{0}\n<|user|>c\n<|assistant|>"
+    assert isinstance(added, list)
+    assert [*first.tokens, *said, *added] == encode(text.format(TOKENIZER.eos_token))
+    whole = chat.after([*encode("d"), EOS], "d", [{"role": "system", "content": "e"}])
+    assert isinstance(whole, Context)
+    text = "<|user|>a\n<|assistant|>{0}\n<|user|>c\n<|assistant|>{0}\n<|system|>e\n<|assistant|>"
+    assert list(whole.tokens) == encode(text.format(TOKENIZER.eos_token))
+
+
+def test_unknown_characters_of_messages_are_refused():
+    chat = ChatTurns(with_template(TEMPLATE))
+    with pytest.raises(ValueError, match="character '☃'"):
+        chat.opening([{"role": "user", "content": "☃"}])
+    with pytest.raises(ValueError, match="character '☃'"):
+        chat.after([EOS], "", [{"role": "user", "content": "☃"}])
+
+
+def test_results_of_tools_follow_a_turn_with_reasoning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "renderers", None)  # the template is enough
+    tokenizer = with_template(THINKS)
+    check_template("tools", tokenizer, False)
+    with pytest.raises(ValueError, match="a message of role user follows"):
+        check_template("messages", tokenizer, False)
+    environment = Tools(["tests.data.test_chat_turns:add"], tokenizer)
+    first = environment.start(Prompt(0, (5,), text="2+3?"))
+    call = '<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}</tool_call>'
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": call, "reasoning_content": "so"},
+        {"role": "tool", "content": "5"},
+    ]
+    for said in (f"<think>so</think>{call}", call):
+        observation = environment.step([*encode(said), EOS], said).observation
+        assert isinstance(observation, list)
+        whole = tokenizer.apply_chat_template(
+            messages, tools=[schema(add)], tokenize=False, add_generation_prompt=True
+        )
+        assert [*first.tokens, *encode(said), EOS, *observation] == encode(whole)
+        messages[1].pop("reasoning_content", None)
 
 
 def test_check_template_refuses_one_that_forgets_or_says_that_turns_fork(capsys: Any):
-    with pytest.raises(ValueError, match=r"a message of role user begins with .* expected .* fork"):
-        check_template("messages", with_template(FORGETS), (EOS,), False)
-    check_template("messages", with_template(TEMPLATE), (EOS,), False)
-    with pytest.raises(ValueError, match="a message of role tool begins with"):
-        check_template("tools", with_template(FORGETS), (EOS,), False)
-    check_template("guess", with_template(FORGETS), (EOS,), False)
+    with pytest.raises(ValueError, match=r"a message of role user follows, expected .* fork"):
+        check_template("messages", with_template(FORGETS), False)
+    check_template("messages", with_template(TEMPLATE), False)
+    with pytest.raises(ValueError, match="a message of role tool follows"):
+        check_template("tools", with_template(FORGETS), False)
+    check_template("guess", with_template(FORGETS), False)
     assert not capsys.readouterr().err
-    check_template("messages", with_template(FORGETS), (EOS,), True)
+    check_template("messages", with_template(FORGETS), True)
     assert "every turn is a fork, and a sample" in capsys.readouterr().err
 
 
 def test_messages_of_a_template_that_forgets_are_rendered_whole():
     tokenizer = with_template(FORGETS)
-    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer, (EOS,), forks=True)
+    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer, forks=True)
     environment.start(Prompt(0, (5,)))
     result = environment.step([*encode("ok"), EOS], "ok")
     assert isinstance(result.observation, Context)
@@ -112,7 +187,7 @@ def test_messages_of_a_template_that_forgets_are_rendered_whole():
 
 def tools(*names: str, **options: Any) -> Tools:
     paths = [f"tests.data.test_chat_turns:{name}" for name in names]
-    return Tools(paths, with_template(TEMPLATE), (EOS,), **options)
+    return Tools(paths, with_template(TEMPLATE), **options)
 
 
 def test_tools_are_shown_called_and_answered():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +111,11 @@ class Calls:
     """The same game as an environment.
 
     Args:
-        tokenizer, stop_ids: of the run
+        tokenizer: of the run
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]):
-        self.stop_ids = stop_ids
-        self.chat = ChatTurns(tokenizer, stop_ids, [TOOL])
+    def __init__(self, tokenizer: Any):
+        self.chat = ChatTurns(tokenizer, [TOOL])
         self.game = Guess()
 
     def start(self, prompt: Any) -> Context:
@@ -132,5 +130,5 @@ class Calls:
         if result.done:
             return StepResult(None, result.reward, True)
         messages = [{"role": "user", "content": result.observation}]
-        added = self.chat.after(text, messages, tokens[-1] in self.stop_ids)
+        added = self.chat.after(tokens, text, messages)
         return StepResult(added, result.reward, False)

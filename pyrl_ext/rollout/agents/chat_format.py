@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Required, TypedDict, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, get_args
 
 from pyrl_ext.data.chat import check_known, encoded
-from pyrl_ext.data.files import Broken, cut
+from pyrl_ext.data.chat_template import TALK, ChatTemplate, Message, Tool, read_arguments
+from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.parallel.user_code import describe
-
-Message = dict[str, Any]
-"""In OpenAI's format: role, content (text or None), tool_calls, tool_call_id, name and
-reasoning_content."""
-
-Tool = Mapping[str, Any]
-"""In OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}."""
-
-
-class FormatError(ValueError):
-    """Messages cannot be rendered."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer, name: str, renderer: Any, proven: bool):
         self.name = name
-        self._template = _Template(tokenizer)
+        self._template = ChatTemplate(tokenizer)
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._proven = proven
@@ -110,13 +98,12 @@ class ChatFormat:
         """The ids of a whole conversation, up to where the assistant begins.
 
         Raises:
-            FormatError: the messages or tools are malformed, or the template refuses them
+            Broken: arguments of a tool call are no object, or the template refuses the messages
         """
-        checked = _name_results(_check(messages))
-        _validated("tools", _TOOLS, tools)
+        named = _named(messages)
         if self._renderer is None:
-            return self._template.open(checked, tools)
-        return self._rendered(checked, tools)
+            return self._template.open(named, tools)
+        return self._rendered(named, tools)
 
     def extend(
         self,
@@ -131,21 +118,15 @@ class ChatFormat:
         Args:
             prompt_ids, completion_ids: of the assistant's turn; the result begins with them
             messages: up to the assistant's turn, which is the last
-            new_messages: of users, tools or the system, after it
+            new_messages: of users, tools or the system, after it; at least one
 
         Returns: None if the format rewrites earlier turns, so that the conversation has to be
         opened again.
 
         Raises:
-            FormatError: the messages are malformed, or the template refuses them
+            Broken: as in `open`
         """
-        said = _check(messages[-1:])[0]
-        if said["role"] != "assistant":
-            raise FormatError(f"messages end with role {said['role']}, expected the assistant's")
-        new = _check(new_messages, "new messages")
-        if any(message["role"] == "assistant" for message in new):
-            return None
-        said, *new = _name_results([said, *new])
+        said, *new = _named([messages[-1], *new_messages])
         known = [*prompt_ids, *completion_ids]
         if self._renderer is not None:
             bridged = self._bridged(list(prompt_ids), list(completion_ids), new, tools)
@@ -153,7 +134,9 @@ class ChatFormat:
                 return bridged
             if not self._proven:
                 return None
-        added = self._template.added(list(completion_ids), said, new, tools)
+        text = self._tokenizer.decode(list(completion_ids))
+        thinks = _THINK in text or _THOUGHT in text
+        added = self._template.added(said, new, tools, completion_ids[-1], thinks)
         return None if added is None else known + added
 
     def parse(
@@ -200,7 +183,7 @@ class ChatFormat:
             options = {"tools": list(tools) or None, "add_generation_prompt": True}
             ids = list(self._renderer.render_ids(shaped, **options))
         except Exception as error:  # renderers raise what they like
-            raise FormatError(f"renderer {self.name}: {describe(error)}") from error
+            raise self._refused(error) from error
         self._check_known(shaped, ids)
         return ids
 
@@ -212,149 +195,35 @@ class ChatFormat:
             options = {"tools": list(tools) or None}
             bridge = self._renderer.bridge_to_next_turn(prompt, completion, shaped, **options)
         except Exception as error:  # renderers raise what they like
-            raise FormatError(f"renderer {self.name}: {describe(error)}") from error
+            raise self._refused(error) from error
         if bridge is None:
             return None
         self._check_known(shaped, bridge.token_ids[len(prompt) + len(completion) :])
         return list(bridge.token_ids)
 
+    def _refused(self, error: Exception) -> Broken:
+        return Broken(f"renderer {self.name}: {describe(error)}", "messages it can render")
+
     def _check_known(self, shaped: list[Message], ids: list[int]) -> None:
         text = "\n".join(message.get("content") or "" for message in shaped)
-        try:
-            check_known(text, ids, self._tokenizer)
-        except Broken as broken:
-            raise FormatError(str(broken)) from None
+        check_known(text, ids, self._tokenizer)
 
 
-_ASKED: Message = {"role": "user", "content": "@asked@"}
-_SAID = "@said@"
-_STUB: Message = {"role": "assistant", "content": _SAID}
-_CALL = "<tool_call>"
-_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_THINK = "<think>"
-_THOUGHT = "</think>"
-_TAIL = 16  # last tokens of a prompt; a template may open the reasoning in them
-
-
-class _Template:
-    """The tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._arguments_as_text = False
-        self._no_content: str | None = ""
-        self._find_shape()
-        said = self._text([_ASKED, _STUB], (), False)
-        if _SAID not in said:
-            raise ValueError(
-                f"the chat template writes an assistant's text {_SAID!r} as {cut(said)}, expected "
-                "one that takes content as text"
-            )
-        self._end = said.rpartition(_SAID)[2]
-        thinking = {**_STUB, "reasoning_content": "@thought@"}
-        self._takes_reasoning = "@thought@" in self._text([_ASKED, thinking], (), False)
-
-    def open(self, messages: list[Message], tools: Sequence[Tool]) -> list[int]:
-        """The ids of a conversation, up to where the assistant begins. Raises: FormatError."""
-        return self._ids(self._text(messages, tools, True))
-
-    def added(
-        self, completion: list[int], said: Message, new: list[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """Token ids that the ``new`` messages add after a completion.
-
-        It is read from a short conversation with a message like ``said``, and without the history.
-
-        Returns: None if the template writes the assistant's turn differently once they follow.
-
-        Raises: FormatError.
-        """
-        stub = {**said, "content": _SAID}
-        stub.pop("reasoning_content", None)
-        text = self._tokenizer.decode(completion)
-        if _THINK in text or _THOUGHT in text:
-            if self._takes_reasoning:
-                stub["reasoning_content"] = _SAID
-            else:
-                stub["content"] = f"{_THINK}\n{_SAID}\n{_THOUGHT}\n\n{_SAID}"
-        behind = self._behind(stub, new, tools)
-        if behind is None:
-            return None
-        ids = self._ids(behind)
-        if completion and ids and completion[-1] == ids[0]:  # the end of the turn was sampled
-            ids = ids[1:]
-        return ids
-
-    def stops(self) -> set[int]:
-        """The tokens that end an assistant's turn, as far as the template shows them."""
-        found = {self._tokenizer.eos_token_id}
-        for role in ("user", "tool"):
-            try:
-                behind = self._behind(_STUB, [{**_ASKED, "role": role}], ())
-            except FormatError:  # the template has no such role
-                continue
-            found.update(encoded(behind or self._end, self._tokenizer, False)[:1])
-        return found
-
-    def shaped(self, messages: list[Message]) -> list[Message]:
-        """The messages as the template takes them; arguments of tool calls are objects."""
-        shaped = list[Message]()
-        for message in messages:
-            message = dict(message)
-            if message["content"] is None:
-                message["content"] = self._no_content
-            if self._arguments_as_text and "tool_calls" in message:
-                calls = [_with_text(call) for call in message["tool_calls"]]
-                message["tool_calls"] = calls
-            shaped.append(message)
-        return shaped
-
-    def _find_shape(self) -> None:
-        """Templates write a call's arguments from an object or from its text, and differ in whether
-        a message without content has None or an empty text."""
-        for text in (False, True):
-            for no_content in (None, ""):
-                self._arguments_as_text = text
-                self._no_content = no_content
-                try:
-                    written = self._text(_TALK, (), True)
-                except FormatError:
-                    continue
-                if "Paris" in written and "{'" not in written and "None" not in written:
-                    return
-        self._arguments_as_text = False
-
-    def _behind(self, stub: Message, new: list[Message], tools: Sequence[Tool]) -> str | None:
-        opening = self._text([_ASKED], tools, True)
-        known = self._text([_ASKED, stub], tools, False)
-        whole = self._text([_ASKED, stub, *new], tools, True)
-        if not known.endswith(self._end) or (_THOUGHT in stub["content"] and _THOUGHT not in known):
-            return None
-        known = known.removesuffix(self._end)
-        if known.startswith(opening) and whole.startswith(known):
-            return whole[len(known) :]
-        # an empty thought before the last turn alone, which was not sampled
-        known = opening + known[known.rindex(_SAID) :]
-        if stub["content"] == _SAID and "reasoning_content" not in stub and whole.startswith(known):
-            return whole[len(known) :]
-        return None
-
-    def _text(self, messages: list[Message], tools: Sequence[Tool], generate: bool) -> str:
-        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        try:
-            return self._tokenizer.apply_chat_template(
-                self.shaped(messages), tokenize=False, add_generation_prompt=generate, **options
-            )
-        except Exception as error:  # templates raise what they like
-            raise FormatError(f"chat template: {describe(error)}") from error
-
-    def _ids(self, text: str) -> list[int]:
-        try:
-            ids = encoded(text, self._tokenizer, add_special_tokens=False)
-            check_known(text, ids, self._tokenizer)
-        except Broken as broken:
-            raise FormatError(str(broken)) from None
-        return ids
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """Messages as templates know them: developers are the system, and results of tools have the
+    tool's name, since clients send only the id of the call."""
+    names = dict[str, str]()
+    named = list[Message]()
+    for message in messages:
+        message = dict(message)
+        for call in message.get("tool_calls", []):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message = {"name": names[message["tool_call_id"]], **message}
+        named.append(message)
+    return named
 
 
 # the choice of a renderer
@@ -393,21 +262,6 @@ _TOOL = {
         },
     },
 }
-_TALK: list[Message] = [
-    {"role": "user", "content": "q"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": "call00000",  # some templates want nine characters
-                "type": "function",
-                "function": {"name": "weather", "arguments": {"city": "Paris"}},
-            }
-        ],
-    },
-    {"role": "tool", "content": "sun", "tool_call_id": "call00000", "name": "weather"},
-]
 _PROBES: list[tuple[list[Message], list[Tool]]] = [
     ([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], []),
     (
@@ -418,8 +272,8 @@ _PROBES: list[tuple[list[Message], list[Tool]]] = [
         ],
         [],
     ),
-    (_TALK, [_TOOL]),
-    ([*_TALK, {"role": "assistant", "content": "a"}, {"role": "user", "content": "p"}], [_TOOL]),
+    (TALK, [_TOOL]),
+    ([*TALK, {"role": "assistant", "content": "a"}, {"role": "user", "content": "p"}], [_TOOL]),
 ]
 """Conversations that a renderer has to write as the template does."""
 
@@ -473,6 +327,12 @@ def _generic_parser(tokenizer: Any) -> Any:
 
 # completions
 
+_CALL = "<tool_call>"
+_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THINK = "<think>"
+_THOUGHT = "</think>"
+_TAIL = 16  # last tokens of a prompt; a template may open the reasoning in them
+
 
 def _parse_text(text: str, thinks: bool, calls: bool) -> Reply:
     """The message of a text with calls as JSON between tags.
@@ -518,13 +378,11 @@ def _read_call(parsed: Any) -> ToolCall | None:
 
 
 def _call(name: Any, arguments: Any) -> ToolCall | None:
+    if not isinstance(name, str) or not name:
+        return None
     try:
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + written).encode("utf-8")
+        name.encode("utf-8")
+        _, written = read_arguments(arguments)
     except (ValueError, RecursionError):
         return None
     return ToolCall(name, written)
@@ -541,140 +399,3 @@ def _reply(content: str, reasoning: str | None, calls: tuple[ToolCall, ...]) -> 
     if content or (not reasoning and not calls):
         return Reply(content, reasoning or None, calls)
     return Reply(None, reasoning or None, calls)
-
-
-# messages
-
-
-class _Part(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class _Function(TypedDict):
-    name: str
-    arguments: str | dict[str, Any]
-
-
-class _ChatCall(TypedDict, total=False):
-    id: str
-    type: Literal["function"]
-    function: Required[_Function]
-
-
-class _ChatMessage(TypedDict, total=False):
-    role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
-    content: str | list[_Part] | None
-    tool_calls: list[_ChatCall] | None
-    tool_call_id: str | None
-    name: str | None
-    reasoning_content: str | None
-
-
-_MESSAGES = TypeAdapter(list[_ChatMessage])
-
-
-class _Named(TypedDict):
-    name: str
-
-
-class _ChatTool(TypedDict):
-    type: Literal["function"]
-    function: _Named
-
-
-_TOOLS = TypeAdapter(list[_ChatTool])
-
-
-def _check(messages: Sequence[Message], name: str = "messages") -> list[Message]:
-    """The messages with text as content, objects as arguments, and without fields that are null.
-
-    Raises: FormatError.
-    """
-    if not messages:
-        raise FormatError(f"no {name}, expected at least one")
-    taken: Any = _validated(name, _MESSAGES, messages)
-    checked = list[Message]()
-    for place, message in enumerate(taken):
-        where = f"{name}[{place}]"
-        given: Message = {key: value for key, value in message.items() if value not in (None, [])}
-        role = "system" if message["role"] == "developer" else message["role"]
-        given["role"] = role
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        given["content"] = content
-        if content is None and role != "assistant":
-            raise FormatError(f"{where} of role {role} without content, expected text")
-        if "tool_calls" in given:
-            given["tool_calls"] = [_with_object(call, where) for call in given["tool_calls"]]
-        checked.append(given)
-    return checked
-
-
-def _name_results(messages: list[Message]) -> list[Message]:
-    """The messages with the tool's name in each result: clients send only the id of the call."""
-    names = dict[str, str]()
-    named = list[Message]()
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            if "id" in call:
-                names[call["id"]] = call["function"]["name"]
-        called = message.get("tool_call_id")
-        if message["role"] == "tool" and called in names:
-            message = {"name": names[called], **message}
-        named.append(message)
-    return named
-
-
-def _validated(name: str, adapter: TypeAdapter[Any], given: Any) -> Any:
-    given = list(given)
-    try:
-        json.dumps(given, ensure_ascii=False).encode("utf-8")
-        return adapter.validate_python(given, strict=True)
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise FormatError(f"{name} with {half!r}, half a character; expected UTF-8") from None
-    except ValidationError as error:
-        raise FormatError(_explain(name, given, error)) from None
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"{name}: {describe(error)}, expected JSON") from None
-
-
-def _explain(name: str, given: Any, error: ValidationError) -> str:
-    """The deepest of the faults, with its place; others are of kinds that the value is not of."""
-    fault = max(error.errors(), key=lambda each: len(each["loc"]))
-    found = given
-    for key in fault["loc"]:
-        if isinstance(found, list) and isinstance(key, int):
-            name += f"[{key}]"
-            found = found[key]
-        elif isinstance(found, dict) and key in found:
-            name += f".{key}"
-            found = found[key]
-    if fault["type"] == "missing":
-        return f"{name} {cut(found)} without {fault['loc'][-1]}, expected one"
-    rule = fault["msg"].removeprefix("Input should be ")
-    return f"{name} {cut(found)}, expected {rule}"
-
-
-def _with_object(call: Message, where: str) -> Message:
-    """A call of a message with its arguments as an object. Raises: FormatError."""
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-            json.dumps(arguments, ensure_ascii=False).encode("utf-8")
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        shown = cut(function["arguments"])
-        raise FormatError(f"{where}: arguments {shown} of a tool call, expected a JSON object")
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-
-
-def _with_text(call: Message) -> Message:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}

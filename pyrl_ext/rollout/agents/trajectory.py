@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyrl_ext.data.chat import check_known, check_size, encoded
+from pyrl_ext.data.chat_template import Message
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.rollout.agents.chat_format import ChatFormat, FormatError, Message, Reply
+from pyrl_ext.rollout.agents.chat_format import ChatFormat, Reply
 from pyrl_ext.rollout.agents.protocol import (
     Answer,
     ApiError,
@@ -184,7 +185,7 @@ class AgentTrajectory:
             if context is None:
                 context = chat.open(request.messages, tools)
                 branch = self._of_tokens(branch, context)
-        except (FormatError, Broken) as error:
+        except Broken as error:
             raise ApiError(400, str(error), param="messages") from None
         branch = branch or self._begun(Branch(len(self.branches), tools))
         sample = await self._sampled(branch, context, request.max_tokens)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from pyrl_ext.data.chat_template import Message
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.rollout.agents.chat_format import ChatFormat, Message
+from pyrl_ext.rollout.agents.chat_format import ChatFormat
 from pyrl_ext.rollout.agents.protocol import Answer, ApiError, ChatRequest, CompletionRequest
 from pyrl_ext.rollout.agents.trajectory import AgentTrajectory, Branch, TrajectoryConfig
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
