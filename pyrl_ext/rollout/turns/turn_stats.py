@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from pyrl_ext.data.prompt_dataset import PromptDataset
 from pyrl_ext.pack.index import sampled_tokens
@@ -82,6 +83,7 @@ def conversations(
 ) -> Generator[EngineEvent]:
     """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
     if prompts:
+        config = replace(config, max_new_tokens=sampling.max_new_tokens)
         feed = Feed(prompts, sampling.samples_per_prompt, config)
         yield from trajectories_of(feed, engine, sampling, counts)
 

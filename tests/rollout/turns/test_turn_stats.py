@@ -101,3 +101,13 @@ def test_recorded_trajectories_play_back_and_are_checked(tmp_path: Path, merge: 
     engine.load_weights((), 0)
     with pytest.raises(ValueError, match=r"prompt 0, sample 0\), turn 0: its sample begins with"):
         generate_on_ranks(engine, replace(live, ask=recorded))
+
+
+def test_a_turn_has_the_budget_of_its_rollout():
+    """An evaluation may have a smaller one than training."""
+    whole = request(dict.fromkeys(range(4), Good), 1.0)
+    short = replace(whole, sampling=replace(SAMPLING, max_new_tokens=2))
+    rollout = generate_on_ranks(ScriptedEngine(three_then_stop), short)
+    spans = [span for sample in rollout.samples for span in sample.spans]
+    assert len(spans) == 16
+    assert max(end - begin for begin, end in spans) == 2
