@@ -25,7 +25,7 @@ from pyrl_ext.data.agent import AgentHost
 from pyrl_ext.data.environment import EnvironmentHost, StepResult
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.data.workers import Pool
-from pyrl_ext.plan.schema.turns import Turns
+from pyrl_ext.plan.schema.turns import NamedEnvironment, Turns
 from pyrl_ext.rollout.agents.agent_feed import MODEL as MODEL_NAME
 from pyrl_ext.rollout.agents.agent_feed import AgentFeed, AgentsConfig
 from pyrl_ext.rollout.agents.chat_format import ChatFormat
@@ -79,10 +79,11 @@ class Players:
         limits = {"max_turns": options.turns, "max_tokens": longest, "max_observation_tokens": 2}
         tokenizer = load_tokenizer(MODEL)
         if not options.agents:
-            host = partial(EnvironmentHost.load, "benchmarks.turns:Slow", {})
+            environments = {"": NamedEnvironment("benchmarks.turns:Slow", {})}
+            host = partial(EnvironmentHost.load, environments)
             self.pool = Pool("turns.environment: 'slow'", host, workers)
             turns = Turns(environment="slow", **limits)
-            given = self.pool, tokenizer, 128, (), turns, options.tokens
+            given = self.pool, environments, tokenizer, 128, (), turns, options.tokens
             self.environments = ConversationConfig(*given, in_waves=True)
             return
         host = partial(AgentHost.load, "benchmarks.turns:slow_agent", (), {}, None)

@@ -43,8 +43,8 @@ def test_example_compiles_and_names_code_that_a_run_accepts(
         load = partial(load_taskset, plan.turns.taskset, plan.turns.options)
         with closing(Pool("turns.environment", load)) as pool:
             assert len(pool.about) == 210
-    elif plan.turns.environment is not None:
-        assert load_environment(plan.turns.environment, plan.turns.options)()
+    for environment in plan.environments.values():
+        assert load_environment(environment)()
     if ":" in plan.objective.loss:
         assert load_function("objective.loss", plan.objective.loss, 3, config=plan.objective)
     assert plan.unsupported == () and seems_to_fit(plan) is None

@@ -107,7 +107,7 @@ class Messages:
         options: Mapping[str, Any] | None = None,
         forks: bool = False,
     ):
-        self.inner: Any = load_callable("turns.options.environment", environment)(**(options or {}))
+        self.inner: Any = load_callable("environment", environment)(**(options or {}))
         self.chat = ChatTurns(tokenizer, role=self.role, forks=forks)
 
     def start(self, prompt: Prompt) -> Context:
@@ -144,9 +144,9 @@ class Tools:
         reward: str | None = None,
         forks: bool = False,
     ):
-        functions = [load_callable("turns.options.tools", name) for name in tools]
+        functions = [load_callable("tools", name) for name in tools]
         self.tools = {function.__name__: function for function in functions}
-        self.reward = load_callable("turns.options.reward", reward) if reward else exact_match
+        self.reward = load_callable("reward", reward) if reward else exact_match
         schemas = [schema(function) for function in functions]
         self.chat = ChatTurns(tokenizer, schemas, self.role, forks)
 
@@ -209,7 +209,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         else:
             types = ", ".join(each.__name__ for each in _TYPES)
             raise ValueError(
-                f"turns.options.tools: {function.__name__}({name}): type {kind}, expected one of "
+                f"tools: {function.__name__}({name}): type {kind}, expected one of "
                 f"{types}, or Literal texts"
             )
         if parameter.default is inspect.Parameter.empty:

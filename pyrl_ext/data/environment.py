@@ -1,8 +1,8 @@
 """Environments: code that answers what the policy writes, turn after turn.
 
-An environment is one object a trajectory, made by a factory that ``turns.environment`` names. Its
-methods may be ordinary functions or ``async def``; they run in worker processes. What they return
-is checked here, before anything is trained on it.
+An environment is one object a trajectory, made by a factory that the config names. Its methods may
+be ordinary functions or ``async def``; they run in worker processes. What they return is checked
+here, before anything is trained on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from pyrl_ext.data.rewards import finite
 from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.parallel.user_code import describe, load_callable, shown
-from pyrl_ext.plan.schema.turns import ENVIRONMENTS
+from pyrl_ext.plan.schema.turns import ENVIRONMENTS, NamedEnvironment
 from pyrl_ext.prompt import Prompt
 
 _SHOWN = 200  # characters of a value in a message
@@ -70,43 +70,46 @@ class Environment(Protocol):
         ...
 
 
-def load_environment(name: str, options: Mapping[str, Any], **run: Any) -> Callable[[], Any]:
+def load_environment(named: NamedEnvironment, **run: Any) -> Callable[[], Any]:
     """A function that makes an environment.
 
     Args:
-        name: of a built-in environment, or ``package.module:Class``
-        options: keyword arguments of the class
+        named: the environment
         run: passed to the class if it has a parameter of that name; a partial is called first
 
     Raises:
         ValueError: no such environment, it does not import, or does not take the options; a
             built-in one cannot use an option or the chat template
     """
+    name, options, key, options_key = named
     path = ENVIRONMENTS.get(name, name)
     if not all(path.partition(":")):
         rule = f"one of {', '.join(ENVIRONMENTS)}, or package.module:Class"
-        raise ValueError(f"turns.environment: {name!r}, expected {rule}")
-    factory = load_callable("turns.environment", path)
+        raise ValueError(f"{key}: {name!r}, expected {rule}")
+    factory = load_callable(key, path)
     missing = [m for m in ("start", "step") if not callable(getattr(factory, m, None))]
     if inspect.isclass(factory) and missing:
         raise ValueError(
-            f"turns.environment: {name!r} has no {' and no '.join(missing)}, expected a class with "
+            f"{key}: {name!r} has no {' and no '.join(missing)}, expected a class with "
             "the methods start(prompt) and step(tokens, text)"
         )
     signature = inspect.signature(factory)
     arguments = {**options}
-    for key, value in run.items():
-        if key in signature.parameters and key not in options:
-            arguments[key] = value() if isinstance(value, partial) else value
+    for parameter, value in run.items():
+        if parameter in signature.parameters and parameter not in options:
+            arguments[parameter] = value() if isinstance(value, partial) else value
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"turns.options: {shown(dict(options), _SHOWN)}: {describe(error)}, expected arguments "
-            f"of {name}{signature}"
+            f"{options_key}: {shown(options, _SHOWN)}: {describe(error)}, expected arguments of "
+            f"{name}{signature}"
         ) from error
     if name in ENVIRONMENTS:
-        factory(**arguments)  # it refuses options and chat templates that it cannot use
+        try:
+            factory(**arguments)  # it refuses options and chat templates that it cannot use
+        except ValueError as error:
+            raise ValueError(f"{options_key}: {error}") from error
     return partial(factory, **arguments)
 
 
@@ -114,25 +117,27 @@ class EnvironmentHost:
     """The environments of a worker process, one for each owner.
 
     Args:
-        make: makes an environment
+        makes: source of prompts -> a function that makes an environment for a prompt of it
     """
 
     about = None
     at_once: int | None = None
 
-    def __init__(self, make: Callable[[], Any]):
-        self._make = make
+    def __init__(self, makes: Mapping[str, Callable[[], Any]]):
+        self._makes = makes
         self._environments: dict[int | None, Any] = {}
 
     @staticmethod
-    def load(name: str, options: Mapping[str, Any], **run: Any) -> EnvironmentHost:
-        """As `load_environment`."""
-        return EnvironmentHost(load_environment(name, options, **run))
+    def load(environments: Mapping[str, NamedEnvironment], **run: Any) -> EnvironmentHost:
+        """The environments of all sources of prompts, as `load_environment` loads each."""
+        makes = {source: load_environment(each, **run) for source, each in environments.items()}
+        return EnvironmentHost(makes)
 
     def call(self, owner: int | None, method: str, *args: Any) -> Any:
         """Call a method of the owner's environment; "start" makes it, "forget" gives it up."""
         if method == "start":
-            self._environments[owner] = self._make()
+            (prompt,) = args
+            self._environments[owner] = self._makes[prompt.source]()
         elif method == "forget":
             self._environments.pop(owner, None)
         environment = self._environments.get(owner)

@@ -45,7 +45,7 @@ class EvalPrompts:
     """A further set of prompts to evaluate on, and how their responses are scored."""
 
     prompts: Sequence[Prompt]
-    reward: AnyReward
+    reward: AnyReward | None
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class PromptDataset:
 
     Args:
         prompts:  that are trained on, and held-out ones.
-        reward:   (prompt, text, tokens) -> number; by name with several sources of prompts.
+        reward:   (prompt, text, tokens) -> number; by name with several sources of prompts. None:
+            an environment or an agent gives it.
         tokenizer: of the model.
         stop_ids: tokens that end a response.
-        environments: worker processes of the environment, which gives rewards; None: `reward`
-            does.
+        environments: worker processes of environments or agents, which give rewards.
         sets: further sets to evaluate on, by name.
     """
 
     prompts: Prompts
-    reward: AnyReward | Mapping[str, AnyReward]
+    reward: AnyReward | Mapping[str, AnyReward | None] | None
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     environments: Pool | None = None
@@ -153,7 +153,7 @@ def build_source(plan: Plan) -> PromptDataset:
     if plan.turns.taskset is not None:
         assert environments is not None
         prompts = _taskset_prompts(plan, tokenizer, environments.about)
-        return PromptDataset(prompts, no_reward, tokenizer, stop_ids, environments)
+        return PromptDataset(prompts, None, tokenizer, stop_ids, environments)
     build = _Builder(plan, tokenizer, stop_ids)
     sources = {name: build.source(name) for name in plan.data.sources}
     if not sources:
@@ -179,11 +179,11 @@ def _workers(plan: Plan, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Poo
         return Pool(what, host, workers)
     assert plan.tokenizer_path is not None
     forks = turns.form == "stepwise"
-    check_template(turns.environment, tokenizer, forks)
+    for environment in plan.environments.values():
+        check_template(environment.name, tokenizer, forks)
     host = partial(
         EnvironmentHost.load,
-        turns.environment,
-        turns.options,
+        plan.environments,
         tokenizer=partial(load_tokenizer, plan.tokenizer_path),
         stop_ids=stop_ids,
         forks=forks,
@@ -217,7 +217,7 @@ class _Builder:
         self.eos_id = stop_ids[0]
         self._rewards: dict[str, AnyReward] = {}
 
-    def source(self, name: str | None) -> tuple[Prompts, AnyReward]:
+    def source(self, name: str | None) -> tuple[Prompts, AnyReward | None]:
         """The prompts and the reward of a source of data.sources; None: of data itself."""
         if name is None:
             return self._stream(self.plan.data, "train", "data")
@@ -226,7 +226,7 @@ class _Builder:
         if not keys.levels:
             return self._stream(keys, *where)
         levels: list[Prompts] = []
-        reward: AnyReward = no_reward
+        reward: AnyReward | None = None
         for options in keys.levels:
             level = keys.model_copy(update={"task_options": keys.task_options | options})
             prompts, reward = self._stream(level, *where)
@@ -234,7 +234,9 @@ class _Builder:
         assert keys.rise_at is not None  # a rule says so
         return RisingTask(levels, keys.rise_at, self.plan.rollout.ahead), reward
 
-    def eval_sets(self, reward: AnyReward | Mapping[str, AnyReward]) -> dict[str, EvalPrompts]:
+    def eval_sets(
+        self, reward: AnyReward | Mapping[str, AnyReward | None] | None
+    ) -> dict[str, EvalPrompts]:
         """The sets of ``evaluate.sets``; ``reward``: of those that name none."""
         sets: dict[str, EvalPrompts] = {}
         for name, chosen in self.plan.evaluate.sets.items():
@@ -249,7 +251,7 @@ class _Builder:
             sets[name] = EvalPrompts(first, own)
         return sets
 
-    def _stream(self, keys: PromptKeys, stream: str, key: str) -> tuple[Prompts, AnyReward]:
+    def _stream(self, keys: PromptKeys, stream: str, key: str) -> tuple[Prompts, AnyReward | None]:
         if keys.task is None:
             return self._files(keys)
         if is_gym_task(keys.task):
@@ -257,11 +259,9 @@ class _Builder:
         task = self._task(keys, keys.task, stream, key)
         return task, task.reward
 
-    def _files(self, keys: PromptKeys) -> tuple[PromptSource, AnyReward]:
+    def _files(self, keys: PromptKeys) -> tuple[PromptSource, AnyReward | None]:
         assert keys.prompts is not None  # a rule says so
-        reward: AnyReward = no_reward
-        if keys.reward is not None and self.plan.turns.kind is None:
-            reward = self._reward(keys.reward)
+        reward = None if keys.reward is None else self._reward(keys.reward)
         prompts = self._load(keys, keys.prompts, keys.split, keys.subset, reward)
         held_out = None
         if keys.eval_prompts is not None or keys.eval_split is not None:
@@ -273,7 +273,7 @@ class _Builder:
         return source, reward
 
     def _load(
-        self, keys: PromptKeys, name: str, split: str, subset: str | None, reward: AnyReward
+        self, keys: PromptKeys, name: str, split: str, subset: str | None, reward: AnyReward | None
     ) -> list[Prompt]:
         """The prompts of a file, folder or dataset."""
         records = open_data(self.plan, name, split, subset, keys.columns)
@@ -341,8 +341,3 @@ class _Builder:
 
 def _chat(keys: PromptKeys) -> Chat | None:
     return Chat(keys.system_prompt) if keys.chat else None
-
-
-def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:
-    """Stands where an environment gives the reward."""
-    raise RuntimeError(f"no_reward(prompt {prompt.id}): expected the environment to reward it")

@@ -246,7 +246,8 @@ class Scorer:
         prompts: with distinct ids
         reward: fn(prompt, text, tokens) -> float, or its components by name; text is the decoded
             response without a stop token at its end (a stop string is part of it), tokens are all
-            its ids. Or the function of each source of prompts
+            its ids. Or the function of each source of prompts. None: samples keep the reward that
+            an environment or an agent gave
         decode: token ids -> text
         stop_ids: tokens that end a response
     """
@@ -254,12 +255,12 @@ class Scorer:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        reward: Reward | WorkerReward | Mapping[str, Reward | WorkerReward],
+        reward: Reward | WorkerReward | Mapping[str, Reward | WorkerReward | None] | None,
         decode: Callable[[list[int]], str],
         stop_ids: Sequence[int],
     ):
         rewards = reward if isinstance(reward, Mapping) else {p.source: reward for p in prompts}
-        self._rewards: Mapping[str, Reward | WorkerReward] = rewards
+        self._rewards: Mapping[str, Reward | WorkerReward | None] = rewards
         self._by_id = {prompt.id: replace(prompt, images=()) for prompt in prompts}
         self._decode = decode
         self._stop_ids = stop_ids
@@ -284,12 +285,14 @@ class Scorer:
         Raises:
             RuntimeError: the same, of an earlier call
         """
+        reward = self._rewards[self._by_id[samples[0].prompt_id].source]
+        if reward is None:
+            return lambda _counts: list(samples)
         arguments = list[Arguments]()
         for sample in samples:
             tokens = sample.response
             text = self._decode(tokens[:-1] if tokens[-1] in self._stop_ids else tokens)
             arguments.append((self._by_id[sample.prompt_id], text, tokens))
-        reward = self._rewards[arguments[0][0].source]
         if not isinstance(reward, WorkerReward):
             return partial(self._score_here, reward, samples, arguments)
         self._check_running()

@@ -30,6 +30,7 @@ from pyrl_ext.plan.model.units import DTYPE_BYTES
 from pyrl_ext.plan.resume import Difference, is_allowed, refusal
 from pyrl_ext.plan.schema import Config, Parallel, PromptKeys
 from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
+from pyrl_ext.plan.schema.turns import NamedEnvironment
 from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 from pyrl_ext.schedule.learning_rate import LearningRate
 
@@ -208,6 +209,23 @@ class Plan(Config):
     def source_weights(self) -> dict[str, float]:
         """Source of prompts -> its weight; empty without `data.sources`."""
         return {name: source.weight for name, source in self.data.sources.items()}
+
+    @property
+    def environments(self) -> dict[str, NamedEnvironment]:
+        """Source of prompts -> its environment, for sources that have one; "" without
+        `data.sources`. Those of verifiers are not among them."""
+        turns = self.turns
+        if turns.environment is None or turns.taskset is not None:
+            return {}
+        if not turns.by_source:
+            return {"": NamedEnvironment(turns.environment, turns.options)}
+        found: dict[str, NamedEnvironment] = {}
+        for name, source in self.data.sources.items():
+            if source.environment is not None:
+                key = f"data.sources.{name}.environment"
+                options = source.environment_options
+                found[name] = NamedEnvironment(source.environment, options, key, f"{key}_options")
+        return found
 
     @property
     def samples_per_minibatch(self) -> int:

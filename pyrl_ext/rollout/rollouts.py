@@ -21,7 +21,7 @@ from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate
 from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.evaluation import Evaluation, by_source, eval_sampling, eval_sets
-from pyrl_ext.rollout.prompt_groups import Score, as_they_are, without_overlong
+from pyrl_ext.rollout.prompt_groups import Score, without_overlong
 from pyrl_ext.rollout.source_metrics import source_metrics
 from pyrl_ext.rollout.turns.turn_stats import (
     Environments,
@@ -274,9 +274,7 @@ class Rollouts:
         return self._request(prompts, sampling, self.plan.batching.prompts)
 
     def _scorer(self, prompts: Sequence[Prompt], reward: AnyReward | None = None) -> Score:
-        score = as_they_are
-        if self.environments is None:
-            score = self.source.scorer(prompts, reward)
+        score = self.source.scorer(prompts, reward)
         return partial(without_overlong, score) if self.plan.objective.overlong_filter else score
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from pyrl_ext.data.environment import (
+    EnvironmentHost,
     StepResult,
     load_environment,
     read_observation,
     read_step,
 )
 from pyrl_ext.data.workers import CallFailed
-from pyrl_ext.plan.schema.turns import REASONS
+from pyrl_ext.plan.schema.turns import REASONS, NamedEnvironment
 from pyrl_ext.rollout.turns.conversation import Conversation
 from pyrl_ext.samples import Prompt
 from tests.helpers.conversations import TOKENIZER, config
@@ -98,12 +99,36 @@ def test_started_refuses_with_a_reason(observation: Any, reason: str, message: s
 
 
 def test_load_environment_gives_options_and_what_the_class_asks_for():
-    make = load_environment(
-        "tests.helpers.environments:Asks", {"size": 3}, tokenizer=TOKENIZER, stop_ids=(1,)
-    )
+    named = NamedEnvironment("tests.helpers.environments:Asks", {"size": 3})
+    make = load_environment(named, tokenizer=TOKENIZER, stop_ids=(1,))
     first = make()
     second = make()
     assert first is not second and (first.size, first.tokenizer) == (3, TOKENIZER)
+
+
+def test_an_environment_host_makes_the_environment_of_the_source():
+    named = {
+        "game": NamedEnvironment("guess", {"guesses": 1}),
+        "sizes": NamedEnvironment("tests.helpers.environments:Asks", {"size": 3}),
+    }
+    host = EnvironmentHost.load(named, tokenizer=TOKENIZER, stop_ids=(1,))
+    host.call(0, "start", Prompt(0, (5,), answer=7, source="game"))
+    host.call(1, "start", Prompt(1, (5,), source="sizes"))
+    assert host.call(0, "step", [5], "7") == StepResult(None, 1.0, True)
+    assert host.call(1, "step", [5], "7") == StepResult("ok", 1.0, False)
+
+
+def test_load_environment_names_the_keys_of_the_source():
+    keys = "data.sources.a.environment", "data.sources.a.environment_options"
+    with pytest.raises(ValueError, match=r"^data\.sources\.a\.environment: 'guesses', expected"):
+        load_environment(NamedEnvironment("guesses", {}, *keys))
+    with pytest.raises(
+        ValueError, match=r"^data\.sources\.a\.environment_options: \{'size': 1\}: "
+    ):
+        load_environment(NamedEnvironment("guess", {"size": 1}, *keys))
+    named = NamedEnvironment("tools", {"tools": ["no_module:x"]}, *keys)
+    with pytest.raises(ValueError, match=r"^data\.sources\.a\.environment_options: tools: 'no_mod"):
+        load_environment(named, tokenizer=TOKENIZER, stop_ids=(1,))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +139,10 @@ def test_load_environment_gives_options_and_what_the_class_asks_for():
         ("tests.helpers.environments:X", {}, "no 'X' in tests.helpers.environments"),
         ("tests.helpers.environments:HOSTILE", {}, "a dict, expected a function"),
         ("tests.helpers.scripted:ScriptedEngine", {}, "has no start and no step, expected a class"),
-        ("tools", {"tools": ["no_module:x"]}, "turns.options.tools: 'no_module:x': no module"),
+        ("tools", {"tools": ["no_module:x"]}, "turns.options: tools: 'no_module:x': no module"),
         ("tests.helpers.environments:Good", {"size": 1}, "turns.options: {'size': 1}: TypeError"),
     ],
 )
 def test_load_environment_refuses(name: str, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_environment(name, options, tokenizer=TOKENIZER, stop_ids=(1,))
+        load_environment(NamedEnvironment(name, options), tokenizer=TOKENIZER, stop_ids=(1,))

@@ -233,6 +233,26 @@ def test_each_source_scores_its_own_prompts(tmp_path: Path):
     assert stats["reward/mine"] == 10.0
 
 
+def test_a_source_with_an_environment_keeps_the_rewards_that_it_gave(tmp_path: Path):
+    file = write_lines(tmp_path / "a.jsonl", *({"prompt": f"{i}", "answer": i} for i in range(9)))
+    game = f"game: {{prompts: {file}, environment: guess, environment_options: {{guesses: 1}}}}"
+    down = "down: {task: countdown, task_options: {length: 3, end: ''}}"
+    none = ("data.task=null", "data.task_options={}", "turns.environment=sources")
+    plan = tiny_plan(*none, f"data.sources={{{game}, {down}}}", "turns.max_tokens=128")
+    shown = dict(facts(plan))["environment"]
+    assert shown.startswith("guess for game: at most 8 turns of 12 tokens, 128 tokens in all")
+    with closing(build_source(plan)) as source:
+        prompts = {p.source: p for p in source.prompts.take(0, 2)}
+        scorer = source.scorer([*prompts.values()])
+        given = {
+            name: replace(response(prompt, [7]), reward=0.75) for name, prompt in prompts.items()
+        }
+        found = {name: scorer([each])(defaultdict(float)) for name, each in given.items()}
+    assert found["game"] == [given["game"]]
+    [scored] = found["down"]
+    assert scored.reward != 0.75
+
+
 def test_a_plan_shows_the_shares_of_its_sources(tmp_path: Path):
     assert ("prompts", "25% mine, 50% named, 25% down") in facts(plan_of(tmp_path))
 

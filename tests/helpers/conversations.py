@@ -9,7 +9,7 @@ from typing import Any
 
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.data.workers import Pool
-from pyrl_ext.plan.schema.turns import Turns
+from pyrl_ext.plan.schema.turns import NamedEnvironment, Turns
 from pyrl_ext.rollout.turns.conversation import Conversation, ConversationConfig
 from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -45,7 +45,9 @@ def config(in_waves: bool = False, **turns: Any) -> ConversationConfig:
         "max_turns": 4,
     } | turns
     section = Turns(environment="test", **options)
-    return ConversationConfig(pool(), TOKENIZER, 128, (EOS,), section, 4, in_waves)
+    environments = {"": NamedEnvironment("test", {})}
+    given = pool(), environments, TOKENIZER, 128, (EOS,), section, 4
+    return ConversationConfig(*given, in_waves)
 
 
 def hold(

@@ -32,7 +32,7 @@ class Carried:
 
 def host() -> EnvironmentHost:
     """A host whose environments come with their prompts."""
-    return EnvironmentHost(Carried)
+    return EnvironmentHost({"": Carried})
 
 
 class Good:

@@ -30,7 +30,7 @@ from pyrl_ext.plan.rules._rule import (
     relative,
     rule,
 )
-from pyrl_ext.plan.schema import PromptKeys
+from pyrl_ext.plan.schema import PromptKeys, SourceKeys
 from pyrl_ext.plan.schema.evaluate import HELD_OUT
 from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
 from pyrl_ext.schedule.shares import Shares
@@ -94,7 +94,11 @@ def each_source_is_evaluated(plan: Plan) -> Found:
 @rule("data")
 def prompts_need_a_reward(plan: Plan) -> Found:
     for name, keys in plan.prompt_keys.items():
-        given = keys.reward is not None or plan.turns.kind is not None
+        given = keys.reward is not None
+        if plan.turns.kind is not None and not plan.turns.by_source:
+            given = True
+        if isinstance(keys, SourceKeys) and keys.environment is not None:
+            given = True
         if keys.task is None and keys.prompts is not None and not given:
             yield (
                 f"{name}reward",
@@ -333,9 +337,11 @@ def messages_have_a_chat_template(plan: Plan) -> Found:
     for name, keys in _rendered_by(plan).items():
         if keys.chat:
             why = f"data.{name}chat is true"
-    turns = plan.turns
-    if turns.has_agent or turns.environment in ("messages", "tools"):
-        why = f"turns.{turns.kind} {turns.name} writes messages"
+    if plan.turns.has_agent:
+        why = f"turns.{plan.turns.kind} {plan.turns.name} writes messages"
+    for environment in plan.environments.values():
+        if environment.name in ("messages", "tools"):
+            why = f"{environment.key} {environment.name} writes messages"
     if why is None:
         return None
     return (

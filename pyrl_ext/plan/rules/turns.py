@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
-from pyrl_ext.plan.schema.turns import ENVIRONMENTS
+from pyrl_ext.plan.schema.turns import BY_SOURCE, ENVIRONMENTS, VERIFIERS
 from pyrl_ext.plan.tasksets import taskset_problem
 
 INSTALL = "pip install 'pyrl-ext[agents]'"
@@ -59,9 +59,25 @@ def the_environment_exists(plan: Plan) -> Found:
     name = plan.turns.environment
     if plan.turns.taskset is not None:
         return taskset_problem(plan.turns.taskset, plan.resolve("."))
-    if name is not None and name not in ENVIRONMENTS and not _CLASS.fullmatch(name):
-        return f"{show(name)}, expected {', '.join(ENVIRONMENTS)}, module:Class or verifiers:NAME"
+    if name is not None and not plan.turns.by_source and not _names_environment(name):
+        names = ", ".join([*ENVIRONMENTS, BY_SOURCE])
+        return f"{show(name)}, expected {names}, module:Class or verifiers:NAME"
     return None
+
+
+@rule("data.sources")
+def the_environment_of_a_source_exists(plan: Plan) -> Found:
+    for source, keys in plan.data.sources.items():
+        name = keys.environment
+        if name is not None and not _names_environment(name):
+            rule = f"expected {', '.join(ENVIRONMENTS)}, or module:Class"
+            yield f"{source}.environment", f"{show(name)}, {rule}"
+
+
+def _names_environment(name: str) -> bool:
+    if name.startswith(VERIFIERS):
+        return False
+    return name in ENVIRONMENTS or _CLASS.fullmatch(name) is not None
 
 
 @rule("turns")
@@ -109,6 +125,8 @@ def one_sample_is_merged(plan: Plan) -> Found:
 @rule("turns")
 def the_environment_gives_the_reward(plan: Plan) -> Found:
     turns = plan.turns
+    if turns.by_source:
+        return
     for name in ("task", "reward"):
         if turns.kind is not None and getattr(plan.data, name) is not None:
             what = f"{turns.name} with data.{name} {getattr(plan.data, name)}"
@@ -130,12 +148,64 @@ def a_taskset_brings_its_prompts(plan: Plan) -> Found:
             yield f"{plan.turns.name} with data.{name} {text}, {rule}"
 
 
+@rule("data.sources")
+def the_environment_of_a_source_gives_its_reward(plan: Plan) -> Found:
+    for source, keys in plan.data.sources.items():
+        where = f"data.sources.{source}"
+        if keys.environment is None and keys.environment_options:
+            rule = f"without {where}.environment, expected it left out"
+            yield f"{source}.environment_options", f"{show(keys.environment_options)} {rule}"
+        for name in ("task", "reward"):
+            value = getattr(keys, name)
+            if keys.environment is not None and value is not None:
+                what = f"{keys.environment} with {where}.{name} {value}"
+                rule = "expected only one of them; each brings rewards"
+                yield f"{source}.environment", f"{what}, {rule}"
+
+
 @rule("turns")
-def an_environment_has_one_source(plan: Plan) -> Found:
+def one_environment_has_one_source(plan: Plan) -> Found:
     turns = plan.turns
-    if turns.kind is not None and plan.data.sources and turns.taskset is None:
-        what = f"{turns.name} with data.sources, expected data.prompts"
-        yield turns.kind, f"{what}; the {turns.kind} would reward the prompts of all sources"
+    if turns.kind is None or turns.by_source or turns.taskset or not plan.data.sources:
+        return
+    what = f"{turns.name} with data.sources, expected data.prompts"
+    why = f"the {turns.kind} would reward the prompts of all sources"
+    also = ""
+    if turns.environment is not None:
+        also = (
+            f". For environments of sources set turns.environment: {BY_SOURCE} and "
+            "data.sources.<name>.environment"
+        )
+    yield turns.kind, f"{what}; {why}{also}"
+
+
+@rule("data.sources")
+def environments_of_sources_are_asked_for(plan: Plan) -> Found:
+    for source, keys in plan.data.sources.items():
+        if keys.environment is not None and not plan.turns.by_source:
+            what = f"{keys.environment} with turns.environment {show(plan.turns.environment)}"
+            yield f"{source}.environment", f"{what}, expected turns.environment: {BY_SOURCE}"
+
+
+@rule("turns")
+def sources_bring_environments_and_their_options(plan: Plan) -> Found:
+    if not plan.turns.by_source:
+        return
+    if not plan.environments:
+        rule = "expected at least one data.sources.<name>.environment"
+        yield "environment", f"{BY_SOURCE} without an environment of a source, {rule}"
+    if plan.turns.options:
+        rule = "expected them in data.sources.<name>.environment_options"
+        value = show(plan.turns.options)
+        yield "options", f"{value} with turns.environment {BY_SOURCE}, {rule}"
+
+
+@rule("data.reward_min_share")
+def trajectories_of_sources_have_one_share(plan: Plan) -> Found:
+    share = plan.data.reward_min_share
+    if plan.turns.by_source and share < 1:
+        rule = "expected 1; turns.min_share is of all trajectories"
+        return f"{share:g} with turns.environment {BY_SOURCE}, {rule}"
 
 
 @rule("turns")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyrl_ext.plan.named_rewards import named_reward_problem, reward_function
@@ -42,6 +42,15 @@ def the_class_of_the_environment_is_there(plan: Plan) -> Found:
     return None if plan.turns.taskset else _problem(plan, plan.turns.environment)
 
 
+@rule("data.sources")
+def the_classes_of_environments_of_sources_are_there(plan: Plan) -> Found:
+    for source, keys in plan.data.sources.items():
+        if message := _problem(plan, keys.environment):
+            yield f"{source}.environment", message
+        for key, message in _option_problems(plan, keys.environment, keys.environment_options):
+            yield f"{source}.environment_options.{key}", message
+
+
 @rule("turns")
 def the_function_of_the_agent_is_there(plan: Plan) -> Found:
     takes_of: dict[str, tuple[str, ...]] = {
@@ -60,10 +69,17 @@ def the_function_of_the_agent_is_there(plan: Plan) -> Found:
 
 @rule("turns.options")
 def what_built_in_environments_call_is_there(plan: Plan) -> Found:
-    if plan.turns.environment not in ("messages", "tools"):
+    yield from _option_problems(plan, plan.turns.environment, plan.turns.options)
+
+
+def _option_problems(
+    plan: Plan, environment: str | None, options: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """(option, message) of what an option names for a built-in environment, and is not there."""
+    if environment not in ("messages", "tools"):
         return
     for key in ("environment", "reward", "tools"):
-        for name in _names(plan.turns.options.get(key)):
+        for name in _names(options.get(key)):
             if message := _problem(plan, name):
                 yield key, message
 

@@ -310,6 +310,11 @@ class SourceKeys(PromptKeys):
     """options of the task by level of difficulty, the easiest first, each over task_options"""
     rise_at: float | None = None
     """mean reward of a step at which the next level begins, with levels"""
+    environment: Text | None = None
+    """environment that answers the policy and gives the reward, named as in turns.environment;
+    null: a trajectory is one response, which the reward scores"""
+    environment_options: dict[str, Any] = Field({})
+    """keyword arguments of the environment's class"""
 
 
 class Data(PromptKeys):
@@ -319,7 +324,8 @@ class Data(PromptKeys):
     """sources of prompts by name, in place of task or prompts. Each has its own keys from task to
     reward, as above; weight, its share of the prompts relative to other sources (default 1); for a
     task levels, a list of options over task_options, the easiest first, and rise_at, the mean
-    reward of a step at which the next level begins"""
+    reward of a step at which the next level begins; with turns.environment sources, environment
+    and environment_options in place of a reward"""
     reward_timeout: Rate | None = None
     """longest time that a call of the reward function may take [seconds]; null: no limit"""
     reward_workers: Positive = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -17,6 +17,25 @@ ENVIRONMENTS = {
 
 VERIFIERS = "verifiers:"
 """Begins the names of environments of the package verifiers."""
+BY_SOURCE = "sources"
+"""In turns.environment: sources of prompts name their environments."""
+
+
+class NamedEnvironment(NamedTuple):
+    """An environment as the config names it.
+
+    Args:
+        name: of a built-in environment, or ``package.module:Class``
+        options: keyword arguments of its class
+        key: of the config that holds the name
+        options_key: of the config that holds the options
+    """
+
+    name: str
+    options: dict[str, Any]
+    key: str = "turns.environment"
+    options_key: str = "turns.options"
+
 
 REASONS = {
     "error": "the environment or the agent raised an error",
@@ -41,7 +60,8 @@ class Turns(Section):
 
     environment: Text | None = None
     """built-in name, module:Class with start(prompt) and step(tokens, text), or verifiers:NAME, an
-    environment of that package, which brings its prompts; null: none"""
+    environment of that package, which brings its prompts; sources: that of each source, in
+    data.sources; null: none, every trajectory is one response"""
     agent: Text | None = None
     """module:function of an agent, ``async def run(client, prompt)`` -> reward, which calls the
     policy through an OpenAI client; null: none"""
@@ -88,6 +108,11 @@ class Turns(Section):
         if self.agent is not None:
             return "agent"
         return "command" if self.command else None
+
+    @property
+    def by_source(self) -> bool:
+        """True if sources of prompts name their environments."""
+        return self.environment == BY_SOURCE
 
     @property
     def name(self) -> str:

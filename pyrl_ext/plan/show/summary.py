@@ -366,6 +366,13 @@ def _frozen(plan: Plan) -> str:
     return f"{text}; a weight sync sends {sent} of {everything} after the first one"
 
 
+def _driven_by(plan: Plan) -> str:
+    """What answers or calls the policy."""
+    if not plan.turns.by_source:
+        return plan.turns.name
+    return ", ".join(f"{each.name} for {source}" for source, each in plan.environments.items())
+
+
 def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
     """The engine, the environment, and a step's samples."""
     rollout = plan.rollout
@@ -397,7 +404,7 @@ def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
         yield (
             turns.kind,
             (
-                f"{turns.name}: at most {turns.max_turns} turns of {rollout.max_new_tokens} "
+                f"{_driven_by(plan)}: at most {turns.max_turns} turns of {rollout.max_new_tokens} "
                 f"tokens, {turns.max_tokens:,} tokens in all; {turns.form}"
             ),
         )

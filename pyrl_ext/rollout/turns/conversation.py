@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pyrl_ext.data.chat import check_known, check_size
@@ -11,7 +11,7 @@ from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import Tokenizer
 from pyrl_ext.data.workers import CallFailed, Pool
 from pyrl_ext.parallel.user_code import describe, shown
-from pyrl_ext.plan.schema.turns import Turns
+from pyrl_ext.plan.schema.turns import NamedEnvironment, Turns
 from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Prompt, Sample, Turn
 
@@ -24,6 +24,8 @@ class ConversationConfig:
 
     Args:
         pool: worker processes of the environments
+        environments: source of prompts -> its environment; a trajectory of another source is one
+            response, which a reward function scores
         tokenizer: of the model
         vocabulary: number of token ids that the model knows
         stop_ids: tokens that end a turn
@@ -35,6 +37,7 @@ class ConversationConfig:
     """
 
     pool: Pool
+    environments: Mapping[str, NamedEnvironment]
     tokenizer: Tokenizer
     vocabulary: int
     stop_ids: tuple[int, ...]
@@ -49,6 +52,7 @@ class Conversation:
 
     Attributes:
         turns: what the engine sampled, a sample a turn
+        environment: that answers; None: nothing does
         owner: of the environment, in the pool
         forks: turns whose context did not begin with the turn before
         changed: rows whose routes two turns report differently
@@ -67,6 +71,7 @@ class Conversation:
         self.seconds = 0.0
         self.samples: list[Sample] | None = None
         self.dropped: CallFailed | None = None
+        self.environment = config.environments.get(prompt.source)
         self.owner = config.pool.owner()
         self._context = list(prompt.tokens)
         self._reward = 0.0
@@ -109,7 +114,8 @@ class Conversation:
         """
         self._reward += result.reward
         if result.done:
-            return self._end("stop")
+            last = self.turns[-1].finish_reason
+            return self._end(last if self.environment is None else "stop")
         if len(self.turns) == self.config.turns.max_turns:
             rule = "expected done within turns.max_turns"
             raise CallFailed("turns", f"not done after {len(self.turns)} turns, {rule}")

@@ -11,6 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from pyrl_ext.data.environment import StepResult
 from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.turns.check import check_trajectory
@@ -23,6 +24,8 @@ _RULES = {
     "timeout": ", expected a result within turns.timeout",
     "lost": ", expected its worker to keep running",
 }
+# what calls return for a trajectory of one response, which has no environment
+_ONE_RESPONSE = {"start": None, "step": StepResult(None, done=True), "close": None}
 
 
 @dataclass(eq=False)
@@ -40,9 +43,10 @@ class _Call:
         prompt = self.conversation.prompt.id
         turns = len(self.conversation.turns)
         turn = f", turn {turns - 1}" if turns else ""
-        environment = self.conversation.config.turns.environment
+        environment = self.conversation.environment
+        name = "" if environment is None else environment.name
         where = f"prompt {prompt}, trajectory {self.conversation.index}{turn}"
-        return f"{environment}.{self.method}({where})"
+        return f"{name}.{self.method}({where})"
 
     def failure(self, failed: CallFailed) -> CallFailed:
         """The failure with the name of the call."""
@@ -113,9 +117,13 @@ class Feed(WaitingFeed[Conversation]):
 
     def _submit(self, call: _Call, finish: Callable[[_Call, Future[Any]], None]) -> None:
         call.began = time.monotonic()
-        owner = call.conversation.owner
-        limit = self._config.turns.timeout
-        (call.future,) = self._config.pool.submit(call.method, [call.args], limit, owner)
+        if call.conversation.environment is None:
+            call.future = Future()
+            call.future.set_result(_ONE_RESPONSE[call.method])
+        else:
+            owner = call.conversation.owner
+            limit = self._config.turns.timeout
+            (call.future,) = self._config.pool.submit(call.method, [call.args], limit, owner)
         call.future.add_done_callback(partial(finish, call))
 
     def _finish(self, call: _Call, future: Future[Any]) -> None:

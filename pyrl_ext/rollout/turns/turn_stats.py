@@ -48,8 +48,8 @@ class Environments(Trajectories):
     """The environments of a run.
 
     Args:
-        plan: names one
-        source: makes it
+        plan: names them
+        source: makes them
     """
 
     def __init__(self, plan: Plan, source: PromptDataset):
@@ -57,6 +57,7 @@ class Environments(Trajectories):
         super().__init__(plan)
         self.config = ConversationConfig(
             pool=source.environments,
+            environments=plan.environments,
             tokenizer=source.tokenizer,
             vocabulary=plan.sizes.vocab_size,
             stop_ids=source.stop_ids,
@@ -119,12 +120,16 @@ def recorded(
 
 
 def dropped_metrics(counts: Counts) -> dict[str, float]:
-    """Metrics of a rollout with an environment, or with a reward function in workers, from its
+    """Metrics of a rollout with environments, and with reward functions in workers, from its
     counts."""
     dropped = {name: value for name, value in counts.items() if name.startswith("dropped/")}
+    metrics: dict[str, float] = {}
     if counts["begun"]:
-        return _turn_metrics(counts, dropped)
-    return _scoring_metrics(counts, dropped) if counts["responses"] else {}
+        metrics |= _turn_metrics(counts, dropped)
+        dropped = {}  # rewards of sources drop no response
+    if counts["responses"]:
+        metrics |= _scoring_metrics(counts, dropped)
+    return metrics
 
 
 def _scoring_metrics(counts: Counts, dropped: dict[str, float]) -> dict[str, float]:

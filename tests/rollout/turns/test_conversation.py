@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,18 @@ import pytest
 import torch
 
 from pyrl_ext.data.environment import Context
-from pyrl_ext.samples import Sample
-from tests.helpers.conversations import EOS, TOKENIZER, hold, reason, three_then_stop, trained
+from pyrl_ext.rollout.turns.turn_queue import Feed, converse
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.conversations import (
+    EOS,
+    TOKENIZER,
+    carrying,
+    config,
+    hold,
+    reason,
+    three_then_stop,
+    trained,
+)
 from tests.helpers.environments import Counting, Delayed, Echoing, Forking, told
 from tests.helpers.scripted import ScriptedEngine
 
@@ -108,6 +119,30 @@ def test_converse_takes_the_first_observation_into_the_prompt(begin: Any, contex
     found, _ = hold(partial(Counting, 1, begin=begin), prompts=1, size=1)
     (sample,) = trained(found[0, 0])
     assert sample.tokens[: sample.prompt_len].tolist() == context
+
+
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_a_prompt_of_a_source_without_an_environment_has_one_response(in_waves: bool):
+    """Next to one with an environment; what a response ends with stays."""
+    prompts = [Prompt(0, (30, 40), source="words"), carrying(Prompt(1, (31, 40)), Counting)]
+    engine = ScriptedEngine(three_then_stop)
+    feed = Feed(prompts, 2, config(in_waves))
+    sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=2)
+    over = [each for _, some in converse(engine, feed, sampling) for each in some]
+    assert len(over) == 4
+    for conversation in over:
+        (sample,) = trained(conversation)
+        one = conversation.prompt.id == 0
+        turns = 1 if one else 3
+        expected = rows(conversation.prompt.id, conversation.index, turns)
+        assert sample.tokens.tolist() == [token for token, _ in expected]
+        assert sample.loss_mask.tolist() == [sampled for _, sampled in expected]
+        assert conversation.number_of_turns == turns
+    assert feed.counts["begun"] == 4 and feed.counts["turns"] == 2 * (1 + 3)
+    short = Feed(prompts[:1], 1, replace(config(in_waves), max_new_tokens=1))
+    [conversation] = [each for _, some in converse(engine, short, sampling) for each in some]
+    (sample,) = trained(conversation)
+    assert len(sample.response) == 1 and sample.finish_reason == "length"
 
 
 @pytest.mark.parametrize("room", (6, 7, 9, 10, 13, 15, 16, 17, 20, 25))
