@@ -71,7 +71,6 @@ class Step(ABC):
     weighed: Metrics = field(default_factory=dict[str, float], init=False)
     evaluated: dict[str, list[Sample]] = field(default_factory=dict[str, list[Sample]], init=False)
     """set of held-out prompts -> samples of this rank in the last evaluation"""
-    _closed: bool = field(default=False, init=False)
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -83,11 +82,8 @@ class Step(ABC):
         """The rollout engine of this rank."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (some steps have none)
         """Stop the background work of the trainer."""
-        if self.engine is not None and not self._closed:
-            self._closed = True
-            self.engine.close()
 
     def recover(self) -> None:
         """After a failure: stop the engine, and have the whole trainer on the device, to save it.
@@ -220,6 +216,7 @@ class RolloutStep(Step):
     rollouts: Rollouts
     number: int = field(default=0, init=False)  # of the step that is trained
     _sent: bool = field(default=False, init=False)  # the engine has all weights
+    _closed: bool = field(default=False, init=False)
 
     @classmethod
     def build(
@@ -264,6 +261,12 @@ class RolloutStep(Step):
     def engine(self) -> Engine:
         """See `Step.engine`."""
         return self.rollouts.engine
+
+    def close(self) -> None:
+        """Close the engine, and stop the workers of user code."""
+        if not self._closed:
+            self._closed = True
+            self.rollouts.close()
 
     def sync_weights(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to the engine and offload what ``rollout.offload_trainer`` names (the
