@@ -162,7 +162,7 @@ class HttpEngine:
         elif request.path == "/no":
             return web.json_response({"success": False})
         elif request.path == "/slow":
-            await asyncio.sleep(10)
+            await asyncio.sleep(1000)
         return web.json_response({"success": True})
 
     def _knows(self, request: web.Request, key: str | None) -> bool:

@@ -129,7 +129,8 @@ class Server:
                 raise ServerFailed(str(self.failure), self.failure.keeps)
             return await self._generate(request, flight)
         except GONE as error:
-            text = f"{where}: the connection ended after {len(part.token_ids)} tokens, {error!r}"
+            count = len(part.token_ids)
+            text = f"{where}: the connection ended after {count} tokens{_why(error)}"
             raise ServerFailed(text, keeps=True) from error
         except ValueError as error:  # also a line that is too long
             raise ServerFailed(f"{where}: {error}") from error
@@ -183,7 +184,7 @@ class Server:
         except TimeoutError:
             raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
         except GONE as error:
-            raise ServerFailed(f"{where}: {error!r}, expected 200") from error
+            raise ServerFailed(f"{where}: the connection ended{_why(error)}") from error
         if reply.status != 200:
             shown = text.decode(errors="replace")[:SHOWN]
             raise ServerFailed(f"{where}: {reply.status} {shown}, expected 200")
@@ -221,3 +222,12 @@ class Server:
                     reason = f"no token for {limit:g} s, after {count} of a request"
                     self.fail(f"{self.address}{protocol.GENERATE}: {reason}", keeps=True)
                     break
+
+
+def _why(error: Exception) -> str:
+    """The cause of a connection's end, if it is known, after a comma."""
+    if isinstance(error, aiohttp.ClientPayloadError):  # it names missing bytes and HTTP's 400
+        return ""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f", {error.os_error}"
+    return f", {error!r}"

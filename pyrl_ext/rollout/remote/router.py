@@ -94,6 +94,7 @@ class Router:
         self._waiting: deque[tuple[Hashable, asyncio.Future[ServerState]]] = deque()
         self._probe: asyncio.Task[None] | None = None
         self._probed_all = False  # once
+        self._closed = False
 
     # requests ----------------------------------------------------------------------------------
 
@@ -205,13 +206,14 @@ class Router:
             keeps: the tokens that it sent before are good
         """
         state.server.fail(reason, keeps)
-        if not (state.used or state.there):
+        if self._closed or not (state.used or state.there):
             return
         state.used = False
         state.there = False
         self._bound = {group: to for group, to in self._bound.items() if to is not state}
         left = sum(other.used for other in self.states)
-        print(f"{self.name}: {reason}; {left} servers are left", file=sys.stderr, flush=True)
+        servers = f"{left} of {len(self.states)} servers are left"
+        print(f"{self.name}: {reason}; {servers}", file=sys.stderr, flush=True)
         if left < self.least:
             self.stop(RuntimeError(self.too_few()))
         self._pump()
@@ -310,6 +312,7 @@ class Router:
 
     async def close(self) -> None:
         """Close all connections."""
+        self._closed = True
         if self._probe is not None:
             self._probe.cancel()
         await asyncio.gather(*(state.server.close() for state in self.states))

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import Canary
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
@@ -19,6 +20,8 @@ from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, address_towards
 
 ANSWER_TIMEOUT_S = 2.0  # for a server to name the reason why it left a transfer
+SHOWN = 8  # servers that a line names
+ADVICE = "An engine that takes longer is removed (rollout.publish_timeout)"
 Pause = Literal["finish", "keep", "abort"]
 
 
@@ -34,6 +37,8 @@ class ServerUpdate:
 
     Attributes:
         fetching: the call in which the server fetches the weights
+        waits_for: address and path of the call that the step waits for
+        until: longest time of that call is over then, on the monotonic clock [s]
     """
 
     server: Server
@@ -42,10 +47,13 @@ class ServerUpdate:
     failed: dict[str, str]
     seconds: dict[str, float]
     fetching: asyncio.Task[dict[str, Any]] | None = None
+    waits_for: str = ""
+    until: float = 0.0
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
         address = self.server.address
+        self._waits("")
         self.server.failure = None  # also of one that failed earlier, and is there again
         await self._identify(identity)
         await self.pause(pause)
@@ -115,10 +123,15 @@ class ServerUpdate:
         self, step: str, path: str, body: Any = None, method: str = "POST"
     ) -> dict[str, Any]:
         begin = time.monotonic()
+        self._waits(path.partition("?")[0])
         try:
             return await self.server.control(path, body, self.timeout, method)
         finally:
             self._took(step, begin)
+
+    def _waits(self, path: str) -> None:
+        self.waits_for = f"{self.server.address}{path}"
+        self.until = time.monotonic() + self.timeout
 
     def _took(self, step: str, begin: float) -> None:
         self.seconds[step] = max(self.seconds.get(step, 0.0), time.monotonic() - begin)
@@ -144,6 +157,7 @@ class ServerUpdate:
         address = self.server.address
         assert self.fetching is not None
         timeout = self.timeout if reason is None else min(self.timeout, ANSWER_TIMEOUT_S)
+        self._waits(protocol.UPDATE)
         try:  # the server may name the cause a moment after it left
             await asyncio.wait_for(self.fetching, timeout)
         except TimeoutError:
@@ -161,10 +175,21 @@ Step = Callable[[ServerUpdate], Coroutine[Any, Any, None]]
 
 
 async def run_step(updates: Sequence[ServerUpdate], step: Step) -> list[ServerUpdate]:
-    """One step of all servers at once; returns those that did not fail."""
-    results = await asyncio.gather(*map(step, updates), return_exceptions=True)
+    """One step of all servers at once; returns those that did not fail.
+
+    A step that takes long prints which servers have not answered.
+    """
+    tasks = [asyncio.ensure_future(step(update)) for update in updates]
+    results = asyncio.gather(*tasks, return_exceptions=True)
+    wait = Wait("remote engines that get new weights", advice=ADVICE)
+    while not results.done():
+        await asyncio.wait({results}, timeout=wait.due - wait.seconds)
+        left = [u for u, task in zip(updates, tasks, strict=True) if not task.done()]
+        if left:
+            wait.limit = round(max(update.until for update in left) - wait.began)
+            wait.goes_on(_named(left))
     succeeded: list[ServerUpdate] = []
-    for update, result in zip(updates, results, strict=True):
+    for update, result in zip(updates, await results, strict=True):
         if result is None:
             succeeded.append(update)
         elif isinstance(result, Exception):
@@ -173,6 +198,14 @@ async def run_step(updates: Sequence[ServerUpdate], step: Step) -> list[ServerUp
         else:
             raise result
     return succeeded
+
+
+def _named(updates: Sequence[ServerUpdate]) -> str:
+    """The calls that have no answer."""
+    names = [update.waits_for for update in updates[:SHOWN]]
+    if len(updates) > SHOWN:
+        names.append(f"and {len(updates) - SHOWN} more")
+    return f"no answer from {', '.join(names)}"
 
 
 def reason_of(address: str, error: Exception) -> str:

@@ -18,7 +18,7 @@ import torch
 from pyrl_ext.metrics.rollout_metrics import SERVER_METRICS
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.rollout.engine import in_order
-from pyrl_ext.rollout.remote.client import Server
+from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.engine import ServersEngine
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import encode_routes
@@ -90,6 +90,22 @@ class Waiting(Versions):
         if version == 3:
             raise RuntimeError("no way to any server")
         return super().__call__(servers, named, version)
+
+
+class Slow(Versions):
+    """Version 2 does not come as long as the first server is connected."""
+
+    def __call__(
+        self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
+    ) -> Mapping[str, str]:
+        if version != 2:
+            return super().__call__(servers, named, version)
+        call = servers[0].control("/slow", timeout=DEADLINE)
+        try:
+            asyncio.run_coroutine_threadsafe(call, self.loop).result()
+        except ServerFailed as error:
+            return {servers[0].address: str(error)}
+        raise AssertionError("expected the engine closed before")
 
 
 class OneByOne(Versions):
@@ -388,6 +404,18 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
         engine.close()
         with pytest.raises(RuntimeError, match="closed, expected no open streams"):
             came.result(DEADLINE)
+
+
+def test_engine_blames_no_server_for_the_end_of_its_connections(
+    engines: list[HttpEngine], capsys: pytest.CaptureFixture[str]
+):
+    """It closes in the middle of a publish."""
+    with over(engines, Slow(), keep=KeptBuckets(1 << 10)) as engine:
+        for version in (1, 2):
+            engine.load_weights([("a", torch.ones(2))], version)
+        while not engines[0].controls["/slow"]:
+            time.sleep(0.005)
+    assert not capsys.readouterr().err
 
 
 def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[HttpEngine]):

@@ -77,7 +77,7 @@ def test_train_goes_on_without_a_server(
     assert_same(tmp_path / "apart", beside)
     rows = rows_of(tmp_path / "apart")
     assert rows[0]["servers/used"] == 2 and rows[-2]["servers/used"] == 1
-    assert third.address in said and "1 servers are left" in said
+    assert third.address in said and "1 of 2 servers are left" in said
 
 
 def test_train_makes_again_what_a_server_with_old_routes_made(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -207,3 +208,26 @@ def test_broadcast_that_a_server_stalls_reaches_the_others_by_tcp(two: Two):
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
     assert two.version(good) == "7" and done.again == 2
     assert two.publish(FIRST, 8, broadcast=True).failed == {}
+
+
+def test_publish_names_the_server_that_it_waits_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("pyrl_ext.parallel.waiting.QUIET_S", 0.5)
+    good, bad = two.servers
+    two.processes[1].signal(signal.SIGSTOP)
+    done = two.publish(SECOND, 9, timeout=8.0)
+    two.processes[1].signal(signal.SIGCONT)
+    assert done.failed == {
+        bad.address: f"{bad.address}/pause?mode=abort&clear_cache=true: no answer within 8 s"
+    }
+    assert done.seen.keys() == {good.address}
+    *_, line = capsys.readouterr().err.splitlines()
+    said = re.fullmatch(
+        "waiting for remote engines that get new weights: no answer from (.*); [0-9]+ s so far, at "
+        r"most 8 s, until [0-9:]+\. An engine that takes longer is removed "
+        r"\(rollout.publish_timeout\)",
+        line,
+    )
+    assert said is not None and f"{bad.address}/pause" in said[1]
+    assert two.publish(FIRST, 10).failed == {}
