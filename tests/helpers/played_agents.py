@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -41,6 +42,26 @@ async def three_calls(client: openai.AsyncOpenAI, prompt: Any) -> float:
         messages.append(assistant(await say(client, messages)))
         messages.append(user("+"))
     return 0.75
+
+
+async def capitals(client: openai.AsyncOpenAI, prompt: Any) -> float:
+    """The number of capital letters in three answers of a conversation."""
+    messages: list[Any] = [user(prompt.text)]
+    count = 0
+    for _ in range(3):
+        message = await say(client, messages)
+        count += sum(letter.isupper() for letter in message.content)
+        messages += [assistant(message), user("+")]
+        await _pause(prompt)
+    return float(count)
+
+
+async def _pause(prompt: Any) -> None:
+    """Leave a file, and go on once another one is there, if the prompt names them."""
+    if prompt.meta and "arrived" in prompt.meta:
+        (Path(prompt.meta["arrived"]) / f"{prompt.id}-{id(asyncio.current_task())}").touch()
+        while not Path(prompt.meta["goes_on"]).exists():
+            await asyncio.sleep(0.01)
 
 
 async def components(client: openai.AsyncOpenAI, prompt: Any) -> dict[str, float]:

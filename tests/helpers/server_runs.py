@@ -24,11 +24,11 @@ COMMON = (
 )
 
 
-def run(folder: Path, *overrides: str) -> tuple[int, str]:
+def run(folder: Path, *overrides: str, config: Path = CONFIG) -> tuple[int, str]:
     """Exit code of the command in this process, and what it printed to stderr."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = train.main([str(CONFIG), f"run={folder}", *COMMON, *overrides])
+        code = train.main([str(config), f"run={folder}", *COMMON, *overrides])
     return code, said.getvalue()
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.remote.identity import make_identity
+from pyrl_ext.samples import Sample
+from tests.helpers.conversations import TOKENIZER
 from tests.helpers.rows import rows_of
-from tests.helpers.server_processes import ServerProcess
+from tests.helpers.server_processes import SelfSignal, ServerProcess
 from tests.helpers.server_runs import COMMON, assert_same, over, run
 from tests.helpers.servers import running
-from tests.helpers.tiny import tiny_plan
+from tests.helpers.tiny import CONFIG, tiny_plan
 from tests.helpers.wrong_routes import StaleRoutes, server_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
@@ -104,3 +109,117 @@ def test_train_stops_with_the_reasons_of_all_servers(tmp_path: Path):
         code, said = run(tmp_path / "apart", over([alone]))
     assert code == 1
     assert "0 of 1 servers are left, expected at least 1" in said and address in said
+
+
+AGENTS = (
+    "turns.max_turns=3",
+    "turns.max_tokens=90",
+    "turns.timeout=600",
+    "rollout.record=rollouts",
+)
+PLAYED = "turns.agent=tests.helpers.played_agents:capitals", "turns.options={}"
+# what the agent above does, in a program that knows no package
+PROGRAM = """
+import json, os, urllib.request
+
+def say(messages):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    key = os.environ["OPENAI_API_KEY"]
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+messages = [{"role": "user", "content": os.environ["PYRL_PROMPT"]}]
+count = 0
+for _ in range(3):
+    said = say(messages)
+    count += sum(letter.isupper() for letter in said["content"])
+    messages += [said, {"role": "user", "content": "+"}]
+print(count)
+"""
+
+
+def with_agents(folder: Path, *overrides: str) -> str:
+    """What a run with agents printed to stderr; it leaves no process and no thread."""
+    here = psutil.Process()
+    before = {process.pid for process in here.children(recursive=True)}
+    config = CONFIG.parent / "examples/agent.yaml"
+    code, said = run(folder, *AGENTS, *overrides, config=config)
+    assert code == 0, said
+    assert {process.pid for process in here.children(recursive=True)} <= before
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"agents endpoint", "servers"}
+    return said
+
+
+def assert_same_samples(folder: Path, other: Path) -> None:
+    """The same trajectories were trained, token by token, with their rewards."""
+    assert files(folder) == files(other)
+    batches = sorted((folder / "rollouts").glob("step-*.safetensors"))
+    assert len(batches) == 3
+    for batch in batches:
+        samples = by_trajectory(batch)
+        expected = by_trajectory(other / "rollouts" / batch.name)
+        assert samples.keys() == expected.keys() and len(samples) == 16
+        for key, sample in samples.items():
+            assert torch.equal(sample.tokens, expected[key].tokens)
+            assert torch.equal(sample.loss_mask, expected[key].loss_mask)
+            assert len(sample.spans) == 3
+            answers = (TOKENIZER.decode(sample.tokens[b:e].tolist()) for b, e in sample.spans)
+            assert sample.reward == sum(map(str.isupper, "".join(answers)))
+
+
+def by_trajectory(batch: Path) -> dict[tuple[int, int], Sample]:
+    return {(sample.prompt_id, sample.index): sample for sample in load_samples(batch)}
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_agents_go_on_without_servers_that_die_or_hang_under_their_calls(
+    steady: ServerProcess, tmp_path: Path
+):
+    """One is killed in the second step, another one stops in the third one."""
+    with_agents(tmp_path / "colocated", *PLAYED)
+    killed = SelfSignal(signal.SIGKILL, 1)
+    stopped = SelfSignal(signal.SIGSTOP, 2)
+    with (
+        ServerProcess(tmp_path / "killed.log", COMMON, sends=killed) as second,
+        ServerProcess(tmp_path / "stopped.log", COMMON, sends=stopped) as third,
+    ):
+        limits = ("rollout.request_timeout=10", "rollout.publish_timeout=20")
+        servers = over([steady, second, third])
+        said = with_agents(tmp_path / "remote", *PLAYED, servers, *limits)
+        assert second.process.exitcode == -signal.SIGKILL
+    assert f"{second.address}/inference/v1/generate: the connection ended" in said
+    assert f"{third.address}/inference/v1/generate: no token for 10 s" in said
+    assert_same(tmp_path / "remote", tmp_path / "colocated")
+    assert_same_samples(tmp_path / "remote", tmp_path / "colocated")
+    rows = rows_of(tmp_path / "remote")
+    assert [row["servers/used"] for row in rows[:3]] == [3, 3, 2]
+    assert rows[2]["servers/resent"] > 0
+    assert all(row["turns/dropped"] == row["turns/retries"] == 0 for row in rows[:3])
+
+
+def test_commands_go_on_ahead_of_the_trainer_without_a_server_that_dies(
+    steady: ServerProcess, tmp_path: Path
+):
+    """The weights stay as they are, so what is generated ahead of them is the same."""
+    program = tmp_path / "agent.py"
+    program.write_text(f"#!{sys.executable}\n{PROGRAM}")
+    program.chmod(0o755)
+    command = ("turns.agent=null", "turns.options={}", f"turns.command=[{program}]")
+    still = "optimizer.lr=1e-30"
+    with_agents(tmp_path / "colocated", *PLAYED, still)
+    killed = SelfSignal(signal.SIGKILL, 1)
+    with ServerProcess(tmp_path / "killed.log", COMMON, sends=killed) as second:
+        servers = over([steady, second])
+        said = with_agents(tmp_path / "remote", *command, still, servers, "rollout.ahead=2")
+        assert second.process.exitcode == -signal.SIGKILL
+    assert f"{second.address}/inference/v1/generate: the connection ended" in said
+    assert_same_samples(tmp_path / "remote", tmp_path / "colocated")
+    for row in rows_of(tmp_path / "remote")[:3]:
+        assert row["mismatch/max"] < 1e-5
+        assert row["turns/dropped"] == row["turns/retries"] == 0
