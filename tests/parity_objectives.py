@@ -46,6 +46,7 @@ MORE: dict[str, dict[str, Any]] = {
         **{"sequence_bounds": [0.9, 1.1], "veto": 0.4, "opsm": 0.02, "kl_coef": 0.1},
     },
     "prompt": {"reduction": "prompt", "loss": "cispo", "ratio": "sequence", "dual_clip": None},
+    "a teacher and rewards": {"distill_coef": 0.3, "distill_clip": 0.5, "reduction": "sequence"},
     "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward", "kl": "k2", "advantage": "rloo"},
 }
 # objectives of trajectories: (rows, group, reward) of each
@@ -87,6 +88,7 @@ def batch_of(plan: Plan, lengths: Sequence[int] = LENGTHS) -> WholeBatch:
         old_logprobs=old,
         rollout_logprobs=near(old, 0.3),
         ref_logprobs=near(old, 0.3),
+        teacher_logprobs=near(old, 0.6),
         advantages=advantages.repeat_interleave(torch.tensor(lengths)),
     )
 

@@ -47,3 +47,23 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {path}: {type(error).__name__}: {error}, expected a folder that "
             "AutoTokenizer loads (tokenizer.json and tokenizer_config.json)"
         ) from error
+
+
+def check_same_tokens(ours: Tokenizer, of_teacher: Tokenizer) -> None:
+    """Check that a teacher reads the policy's token ids as the policy does.
+
+    Raises:
+        DataError: a token has another id, or is in one vocabulary alone
+    """
+    own = ours.get_vocab()
+    other = of_teacher.get_vocab()
+    if own == other:
+        return
+    different = [text for text in sorted({*own, *other}) if own.get(text) != other.get(text)]
+    first = different[0]
+    ids = f"{own.get(first, 'no token')} and {other.get(first, 'no token')}"
+    raise DataError(
+        f"teacher.model: its tokenizer differs from that of model.tokenizer in {len(different):,} "
+        f"tokens, such as {first!r}: {ids}. Expected equal vocabularies; the teacher would score "
+        "other text"
+    )

@@ -112,6 +112,11 @@ def maxrl(given: Trajectories, eps: float = EPS) -> Tensor:
     return centred / (given.mean + eps)
 
 
+def none(given: Trajectories) -> Tensor:
+    """0: rewards are not trained on."""
+    return torch.zeros_like(given.rewards)
+
+
 def _of_several(given: Trajectories, values: Tensor) -> Tensor:
     """``values``; exactly 0 where a trajectory is alone in its group, or all its rewards equal."""
     spread = given.total((given.rewards - given.mean).square())

@@ -26,6 +26,12 @@ COSTS = (
         phase="model",
     ),
     Metric(
+        "time/teacher_logprobs",
+        "s",
+        "Wall time of log-probs under the teacher.",
+        phase="model",
+    ),
+    Metric(
         "time/update",
         "s",
         "Wall time of forward, backward and optimizer over all updates.",

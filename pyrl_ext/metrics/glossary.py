@@ -190,6 +190,18 @@ _METRICS = (
         _K3,
     ),
     Metric(
+        "policy/teacher_kl",
+        "nat",
+        "Mean of old_logprob - teacher_logprob, an estimate of the reverse KL to the teacher.",
+        None,
+        "https://thinkingmachines.ai/blog/on-policy-distillation/",
+    ),
+    Metric(
+        "policy/teacher_clip_fraction",
+        "1",
+        "Fraction of tokens whose difference to the teacher objective.distill_clip cuts.",
+    ),
+    Metric(
         "policy/tis_mean",
         "1",
         "Mean weight (objective.tis_cap) of the policy term, before tokens are rejected.",

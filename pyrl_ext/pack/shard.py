@@ -26,10 +26,10 @@ class BatchShard:
         rows:        of this rank.
         stored:      name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
             ``loss_mask_<d>`` bool, where d is the depth of an MTP layer, 0 the next token; on the
-            last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``
-            float32. ``routes`` [R, l, K] of the role's layers and ``route_mask`` [R] describe the
-            routers' rows. All are on the host; rows that `wait` was not called for may be on their
-            way.
+            last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``,
+            ``teacher_logprobs`` float32. ``routes`` [R, l, K] of the role's layers and
+            ``route_mask`` [R] describe the routers' rows. All are on the host; rows that `wait` was
+            not called for may be on their way.
         layer_ids:   ids of all layers that the samples have routes of.
         loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
         images:      by the encoder's name.

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
 FILES = {
     "tokenizer": ["config.json", *TOKENIZER_FILES],
     "weights": ["*.safetensors", "*.json"],
+    "teacher": ["*.safetensors", "*.json", *TOKENIZER_FILES],
 }
 
 
@@ -40,7 +41,8 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
     Communicates: a gather over the world, then by the store.
     Raises: OSError on every rank, with the reason, when a node could not fetch something.
     """
-    named = {key: getattr(plan.model, key) for key in FILES}
+    model = plan.model
+    named = {"tokenizer": model.tokenizer, "weights": model.weights, "teacher": plan.teacher.model}
     wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
     if not wanted:
         return plan

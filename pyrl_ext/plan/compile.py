@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.defaults import fill
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key, show
 from pyrl_ext.plan.language.fields import InvalidField
+from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.kind import (
     REQUIRED,
     check_kind,
@@ -21,7 +22,7 @@ from pyrl_ext.plan.language.kind import (
     required_keys,
     with_required_bound,
 )
-from pyrl_ext.plan.language.paths import path_beside, refuse_pipe
+from pyrl_ext.plan.language.paths import is_hub_id, path_beside, refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.family import FAMILIES, nearest_family, read_sizes
@@ -46,14 +47,18 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | N
     draft = draft_of(source)
     if leaves_out_dp(source):
         draft = fill_dp(source, draft, ranks)
+    teacher_hf = _read_teacher(source, draft)
     refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
         "hf": draft.hf,
+        "teacher_hf": teacher_hf,
         "notes": (*source.notes, *notes.notes(draft)),
         "unsupported": notes.unsupported(draft),
     }
-    return Plan.model_validate(source.tree | derived)
+    plan = Plan.model_validate(source.tree | derived)
+    refuse(source, _teacher_problems(plan))
+    return plan
 
 
 def changed_plan(
@@ -78,7 +83,8 @@ def changed_plan(
     resolve(source)
     _check_fields(source)
     refuse(source)
-    plan = Plan.model_validate(source.tree | {"source": saved.source, "hf": saved.hf})
+    derived = {"source": saved.source, "hf": saved.hf, "teacher_hf": saved.teacher_hf}
+    plan = Plan.model_validate(source.tree | derived)
     if resumes:
         plan.check_resumes(saved)
     touched = {*changes, *(key[0] for key in source.overrides)}
@@ -219,6 +225,51 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         source.report(("model", "config"), str(error))
     else:
         draft.learn(hf)
+
+
+def _read_teacher(source: Source, draft: PartialPlan) -> dict[str, Any] | None:
+    """The HF config of the teacher; None: there is none, or what is wrong with it is recorded."""
+    try:
+        name = draft.teacher.model
+    except InvalidField:  # reported already
+        return None
+    if name is None:
+        return None
+    path = path_beside(source.path, os.path.join(name, "config.json"))
+    if is_hub_id(source.path, name):
+        found = config_of(name)
+        if found.problem:
+            source.report(("teacher", "model"), f"{show(name)}: {found.problem}")
+            return None
+        path = found.path
+    shown = rules.relative(path)
+    try:
+        hf = _read_json(path, shown)
+        if str(hf.get("model_type")) not in FAMILIES:
+            given = f"{shown}: model_type is {hf.get('model_type')!r}"
+            raise ValueError(f"{given}, expected one of {', '.join(FAMILIES)}")
+        read_sizes(hf)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            place = ".".join(str(part) for part in each["loc"])
+            message = f"{shown}: {place}: {describe({**each, 'loc': ('', place)})}"
+            source.report(("teacher", "model"), message)
+    except ValueError as error:
+        source.report(("teacher", "model"), str(error))
+    else:
+        return hf
+    return None
+
+
+def _teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What rules on models and layouts say about the teacher on the trainer's ranks."""
+    teacher = plan.teacher_plan
+    for key, message in rules.check(teacher) if teacher is not None else ():
+        if key.split(".")[0] in ("model", "parallel"):
+            yield (
+                "teacher.model",
+                f"{plan.teacher.model} on the ranks of the trainer: {key}: {message}",
+            )
 
 
 def _read_json(path: str, shown: str) -> dict[str, Any]:

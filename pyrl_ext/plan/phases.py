@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 # In order. The metrics of a run have the same names, after `time/`.
-STEP_PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "update")
+STEP_PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "teacher_logprobs", "update")
 
 # Both log-prob passes hold the same memory, so there they are one phase.
 MEMORY_PHASES = ("publish", "rollout", "logprobs", "update")

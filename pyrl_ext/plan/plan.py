@@ -94,6 +94,8 @@ class Plan(Config):
     """absolute path of the YAML file; relative paths in the plan start at its folder"""
     hf: dict[str, Any]
     """the HF config, as read"""
+    teacher_hf: dict[str, Any] | None = None
+    """the HF config of the teacher, as read; None: there is none"""
     notes: tuple[str, ...] = ()
     """informational notes"""
     unsupported: tuple[str, ...] = ()
@@ -372,6 +374,29 @@ class Plan(Config):
         config = self.model.config
         found = config_of(config).path if self.is_hub_id(config) else ""
         return found or self.resolve(config)
+
+    @property
+    def teacher_plan(self) -> Plan | None:
+        """The plan of the teacher: its model on the ranks of the trainer; None: there is none."""
+        folder = self.teacher.model
+        if folder is None or self.teacher_hf is None:
+            return None
+        fields = self.model_dump(mode="json", include={*Config.model_fields})
+        config = folder if self.is_hub_id(folder) else f"{folder}/config.json"
+        fields["model"] = {
+            "family": self.teacher_hf["model_type"],
+            "config": config,
+            "tokenizer": folder,
+            "weights": folder,
+            "dtype": self.teacher.dtype or self.model.dtype,
+            "backend": self.model.backend,
+        }
+        fields["replay"] = dict.fromkeys(("old", "reference", "train"), False)
+        fields |= {"modules": {}, "lora": None, "objective": {}, "teacher": {}}
+        if not read_sizes(self.teacher_hf).num_experts:
+            fields["parallel"] |= {"ep": 1, "etp": None}
+        derived = {"source": self.source, "hf": self.teacher_hf, "fetched": self.fetched}
+        return Plan.model_validate(fields | derived)
 
     @property
     def tokenizer_path(self) -> str | None:

@@ -35,6 +35,8 @@ ON_REQUEST = (
     "optimizer.weight_decay",
     "replay",
     "rollout",
+    "teacher",
+    "teacher_hf",
     "turns",
 )
 _AT_START = "a run reads it once, before its first step"

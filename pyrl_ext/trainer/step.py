@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 
 import torch
 
 from pyrl_ext.data.prompt_dataset import build_source, image_scale
+from pyrl_ext.data.tokenizer import check_same_tokens, load_tokenizer
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
@@ -214,6 +215,7 @@ class RolloutStep(Step):
     """A step on samples that an engine generates and a reward scores."""
 
     rollouts: Rollouts
+    teacher: Policy | None = None
     number: int = field(default=0, init=False)  # of the step that is trained
     _sent: bool = field(default=False, init=False)  # the engine has all weights
     _closed: bool = field(default=False, init=False)
@@ -241,6 +243,9 @@ class RolloutStep(Step):
             image_scale(plan)
         advantage = build_advantage(plan.objective)
         loss = build_loss(plan.objective)
+        taught = plan.teacher_plan
+        if taught is not None:
+            check_same_tokens(source.tokenizer, load_tokenizer(str(taught.tokenizer_path)))
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
@@ -251,11 +256,16 @@ class RolloutStep(Step):
                 reference = Policy.build(plan, topo, trainable=False)
                 if plan.objective.reference_refresh:
                     policy.reference = reference
+            teacher = None
+            if taught is not None and trainable:
+                layout = taught.parallel  # of the trainer, but a dense teacher has no experts
+                place = replace(topo, ep_size=layout.ep, etp_size=layout.etp_size)
+                teacher = Policy.build(taught, place, trainable=False)
         except BaseException:
             rollouts.close()
             raise
         policy.level_starts = {name: task.starts for name, task in source.rising.items()}
-        return cls(plan, topo, policy, reference, advantage, loss, rollouts)
+        return cls(plan, topo, policy, reference, advantage, loss, rollouts, teacher)
 
     @property
     def engine(self) -> Engine:
@@ -338,7 +348,7 @@ class RolloutStep(Step):
     def score(
         self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
     ) -> tuple[BatchShard, Scores]:
-        """Score the rows with the policy and the reference.
+        """Score the rows with the policy, the reference and the teacher.
 
         Args:
             check: stop the run if trainer and engine disagree about the tokens.
@@ -358,6 +368,9 @@ class RolloutStep(Step):
             with phase("time/ref_logprobs"):
                 self._refresh_reference()
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
+        if self.teacher is not None:
+            with phase("time/teacher_logprobs"):
+                columns["teacher_logprobs"] = self.teacher.scores(shard, replay=False).logprobs
         if shard.role.last_stage:
             if self.plan.rollout.ahead:
                 columns["ages"] = ages_of(shard, self.number, self.plan)

@@ -26,10 +26,12 @@ def weigh_tokens(
     """The rows with the weights that the plan's objective asks for, and metrics of them.
 
     Args:
-        shard: with ``old_logprobs``, and ``ref_logprobs`` where there is a reference.
+        shard: with ``old_logprobs``, and ``ref_logprobs`` and ``teacher_logprobs`` where there is
+            a reference and a teacher.
 
     Returns: with more columns on the last stage: ``weights`` of the reduction, ``corrections``,
-        ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``).
+        ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``), with
+        the teacher's part.
     Communicates: sums of each trajectory over ranks, for what needs whole ones.
     """
     objective = plan.objective
@@ -67,6 +69,17 @@ def weigh_tokens(
         less = replace(scored, rewards=scored.rewards - off)
         columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
+    if objective.distill_coef:
+        gap = masked(here.get("teacher_logprobs", none) - old, mask)
+        limit = objective.distill_clip
+        taught = gap if limit is None else gap.clamp(-limit, limit)
+        own = columns.get("advantages", here.get("advantages", none))
+        columns["advantages"] = own + objective.distill_coef * taught
+        cut = (gap != taught).sum().double()
+        sums = sum_over_ranks(torch.stack([-gap.double().sum(), cut]), topo).tolist()
+        whole = max(1, int(tokens.sum()))
+        kl, clipped = (value / whole for value in sums)
+        metrics |= {"policy/teacher_kl": kl, "policy/teacher_clip_fraction": clipped}
     if objective.overlong_buffer:
         metrics["reward/overlong"] = float((scored.rewards - index.rewards)[index.firsts].mean())
     return shard.with_columns(**columns) if shard.role.last_stage else shard, metrics

@@ -135,6 +135,7 @@ PHASE_OF = {  # phase of a step -> phase of the prediction
     "time/rollout": "rollout",
     "time/old_logprobs": "logprobs",
     "time/ref_logprobs": "logprobs",
+    "time/teacher_logprobs": "logprobs",
     "time/update": "update",
 }
 

@@ -37,6 +37,7 @@ class WholeBatch(Batch):
 
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
 
 def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
@@ -48,7 +49,8 @@ def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     shard, moved = shard_batch(batch, index, [schedule], plan, topo)
     assert not any(moved.network.values()) and not any(moved.shared.values())
     rows = torch.from_numpy(shard.rows.tokens)
-    scores = {n: getattr(batch, n, None) for n in ("old_logprobs", "ref_logprobs")}
+    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+    scores = {n: getattr(batch, n, None) for n in names}
     if not shard.role.last_stage:
         return shard
     return shard.with_columns(**{n: x[rows] for n, x in scores.items() if x is not None})

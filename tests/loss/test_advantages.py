@@ -77,8 +77,15 @@ def test_grpo_equals_the_loop(normalize_std: bool):
     assert got[-1] == 0
 
 
+OF_GROUPS = [n for n in ADVANTAGES if n != "none" and not n.startswith("reinforce_pp")]
+
+
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if not n.startswith("reinforce_pp")])
+@pytest.mark.parametrize("name", OF_GROUPS)
 def test_advantages_give_equal_rewards_exactly_zero(name: str, reward: float):
     found = run([reward] * 7 + [1.0, 2.0], [4] * 7 + [5, 5], [3] * 9, advantage=name)
     assert found[:7] == [0] * 7 and found[7] < 0 < found[8]
+
+
+def test_none_trains_on_no_reward():
+    assert run([1.0, 0.0, 5.0], [0, 0, 1], [1, 4, 2], advantage="none") == [0, 0, 0]

@@ -16,6 +16,7 @@ from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.plan.schema import REWARD_REASONS
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train.loop import train
+from tests.helpers import teachers
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -127,6 +128,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         f"run={tmp_path / 'sft'}",
         config=CONFIG.with_name("tiny_sft.yaml"),
     )
+    teachers.write_dense(tmp_path / "teacher")
     turns = tiny_plan(
         "steps=2",
         "batching.prompts=2",
@@ -137,6 +139,8 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         "lora.rank=8",
         "lora.alpha=16",
         "lora.publish=merge",
+        f"teacher.model={tmp_path / 'teacher'}",
+        "objective.distill_coef=0.1",
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged

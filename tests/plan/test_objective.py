@@ -32,7 +32,8 @@ def test_compile_plan_takes_a_preset_by_its_name_alone(tmp_path):
 
 @pytest.mark.parametrize("name", presets())
 def test_compile_plan_takes_every_preset(name, tmp_path):
-    plan = compile_plan(written(tmp_path, name))
+    teacher = ["teacher.model=zai-org/GLM-4.7"] if "distill_coef" in presets()[name] else []
+    plan = compile_plan(written(tmp_path, name), teacher)
     assert plan.objective == Objective.model_validate(with_preset({"preset": name}))
     assert not any("in place of" in note for note in plan.notes)
 

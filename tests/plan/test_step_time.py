@@ -219,10 +219,17 @@ def test_step_time_is_none_without_a_gpu():
     assert step_time(compile_plan(CONFIGS / "tiny.yaml")) is None
 
 
+def test_step_time_has_the_pass_of_a_teacher():
+    overrides = ("teacher.model=zai-org/GLM-4.7-Flash", "objective.distill_coef=1")
+    found = time_of(glm47(*overrides))
+    scored, taught = found.seconds("old_logprobs"), found.seconds("teacher_logprobs")
+    assert taught == pytest.approx(scored)  # a model of the same sizes
+
+
 def test_step_time_adds_up_and_says_what_it_assumes():
     found = time_of(glm47())
     assert tuple(dict.fromkeys(c.phase for c in found.costs)) == tuple(
-        phase for phase in STEP_PHASES if phase != "ref_logprobs"
+        phase for phase in STEP_PHASES if phase not in ("ref_logprobs", "teacher_logprobs")
     )
     assert found.total == pytest.approx(sum(found.seconds(phase) for phase in STEP_PHASES))
     assert all(cost.why and cost.seconds > 0 for cost in found.costs)

@@ -25,7 +25,7 @@ from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.tools.doctor_checks import checkpoint_bytes
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check
-from tests.helpers import browser
+from tests.helpers import browser, teachers
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
@@ -236,6 +236,39 @@ def test_train_on_two_ranks_equals_one(layout, replayed, tmp_path):
         assert one["reward"] == two["reward"]
         for name in ("loss", "grad_norm", "policy/entropy", "policy/ref_kl", "mismatch/abs_mean"):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
+
+
+TAUGHT = ("parallel.dp=2 parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2")
+
+
+def on_ranks_with_a_teacher(_group, folder, *overrides):
+    os.environ["WORLD_SIZE"] = "2"
+    for layout in TAUGHT:
+        assert run(folder / layout, *layout.split(), *overrides) == 0
+
+
+def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
+    """A dense teacher, whose ranks have no experts to spread."""
+    teachers.write_dense(tmp_path / "teacher")
+    overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
+    assert run(tmp_path / "one", *overrides) == 0
+    run_ranks(on_ranks_with_a_teacher, 2, tmp_path, *overrides)
+    of_one = numbers(tmp_path / "one")
+    assert all(row["policy/teacher_kl"] > 0.1 for row in of_one)
+    for layout in TAUGHT:
+        for one, two in zip(of_one, numbers(tmp_path / layout), strict=True):
+            for name in ("loss", "grad_norm", "policy/teacher_kl"):
+                assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
+
+
+def test_train_with_a_teacher_resumes(tmp_path):
+    teachers.write_dense(tmp_path / "teacher")
+    overrides = (f"teacher.model={tmp_path / 'teacher'}", "objective=opd", "evaluate.every=0")
+    assert run(tmp_path / "whole", "steps=3", *overrides) == 0
+    assert run(tmp_path / "parts", "steps=1", *overrides) == 0
+    assert run(tmp_path / "parts", "steps=3", *overrides) == 0
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
 
 
 def test_train_refuses_replay_of_a_recording_without_routes(recording, tmp_path, capsys):

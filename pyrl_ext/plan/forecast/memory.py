@@ -113,6 +113,10 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     if plan.model.fp8:
         why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
         yield Item("8-bit weights", 2 * held, PASSES, why, exact=False)
+    if (teacher := plan.teacher_plan) is not None:
+        count = held_on_rank(teacher, stage)
+        why = f"{teacher.weight_bytes} bytes a parameter ({count:,}) of {plan.teacher.model}"
+        yield Item("teacher", teacher.weight_bytes * count, MEMORY_PHASES, why)
     for encoder in encoders(plan):
         if encoder.shared and stage == 0:
             yield from _encoder_items(encoder, 0)

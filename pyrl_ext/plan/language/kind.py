@@ -20,9 +20,9 @@ PARTS = [name for name in fields_of("objective") if name not in _ANY_LOSS]
 # Keys that only runs with rollouts read, and those that only runs without them read; a section
 # stands for all its keys.
 WITH_ROLLOUTS = _keys(
-    "rollout turns replay evaluate.prompts evaluate.samples evaluate.temperature evaluate.top_p "
-    "evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward evaluate.sets "
-    "batching.epochs batching.prompts batching.samples_per_prompt "
+    "rollout turns replay teacher evaluate.prompts evaluate.samples evaluate.temperature "
+    "evaluate.top_p evaluate.top_k evaluate.max_new_tokens evaluate.pass_k evaluate.pass_reward "
+    "evaluate.sets batching.epochs batching.prompts batching.samples_per_prompt "
     "data.sources data.task data.task_options data.prompts data.subset data.split data.eval_split "
     "data.columns data.chat data.system_prompt data.reward data.reward_timeout data.reward_workers "
     "data.reward_concurrency data.reward_retries data.reward_min_share data.eval_prompts "

@@ -28,6 +28,7 @@ from pyrl_ext.plan.schema.log import Log
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.plan.schema.objective import Name, Objective
 from pyrl_ext.plan.schema.servers import Servers
+from pyrl_ext.plan.schema.teacher import Teacher
 from pyrl_ext.plan.schema.turns import Turns
 
 __all__ = ["Config", "Lora", "Module", "Objective", "Parallel", "Turns"]
@@ -428,6 +429,7 @@ class Config(Section):
     turns: Turns = Turns()
     replay: Replay = Replay()
     objective: Objective = Objective()
+    teacher: Teacher = Teacher()
     optimizer: Optimizer
     data: Data
     evaluate: Evaluate = Evaluate()

@@ -12,7 +12,7 @@ from pydantic import Field
 from pyrl_ext.plan.language.fields import Count, NonNegative, Positive, Rate, Section
 
 LOSSES = ("ppo", "cispo", "sapo", "gmpo", "dppo", "reinforce", "sft")
-ADVANTAGES = ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+ADVANTAGES = ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "none")
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 Bounds = Annotated[tuple[NonNegative, Rate], Field(strict=False)]
 
@@ -61,6 +61,11 @@ class Objective(Section):
     """the KL of a token is weighted by the ratio to `anchor`, without its gradient or with it"""
     kl_in: Literal["loss", "reward"] = "loss"
     """added to the loss; or subtracted, summed over the sequence, from the reward"""
+    distill_coef: NonNegative = 0.0
+    """weight of the teacher in the advantage of a token: its log-prob under the teacher, less that
+    under the policy before the update; the gradient is that of the reverse KL to the teacher"""
+    distill_clip: Rate | None = None
+    """largest value of this difference, of either sign (with distill_coef) [nats]; null: any"""
     entropy_coef: NonNegative = 0.0
     """weight of the entropy bonus"""
     tis: Literal["token", "sequence"] = "token"
@@ -93,7 +98,8 @@ class Objective(Section):
     """if too few groups have unequal rewards after all rounds: train this step on groups with equal
     rewards too; or stop the run"""
     advantage: Name = "grpo"
-    """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function"""
+    """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function; none:
+    rewards are measured and not trained on (with distill_coef)"""
     normalize_std: bool = True
     """divide advantages by the group's standard deviation (grpo)"""
     leave_one_out: bool = False

@@ -41,7 +41,7 @@ from tests.helpers.http_engine import (
     rows_of,
     token_at,
 )
-from tests.rollout.remote.test_engine import Versions
+from tests.helpers.versions import Versions
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,13 +70,25 @@ def config() -> Iterator[AgentsConfig]:
 class Play:
     """A rollout of agents in a thread, which all wait after their first call.
 
+    Args:
+        engines: that hold first calls until all have come, so that each has some
+
     Attributes:
         feed: of the agents
         samples: of all trajectories, once `end` has returned
     """
 
-    def __init__(self, config: AgentsConfig, engine: ServersEngine, folder: Path):
+    def __init__(
+        self,
+        config: AgentsConfig,
+        engine: ServersEngine,
+        folder: Path,
+        engines: Sequence[HttpEngine] = (),
+    ):
         self.folder = folder
+        self.engines = engines
+        for each in engines:
+            each.hangs_after = 1
         self.arrived = folder / "arrived"
         self.arrived.mkdir()
         meta = {
@@ -106,6 +118,9 @@ class Play:
 
     def wait_for_first_calls(self) -> None:
         """Returns once no call is under way: every agent waits for `go_on`."""
+        self.wait_for(lambda: sum(len(each.asked) for each in self.engines) == AGENTS)
+        for each in self.engines:
+            each.hangs_after = None
         self.wait_for(lambda: len([*self.arrived.iterdir()]) == AGENTS)
 
     def go_on(self) -> None:
@@ -167,7 +182,7 @@ def test_agents_go_on_through_publishes_and_stay_with_their_server(
     config: AgentsConfig, engines: list[HttpEngine], tmp_path: Path
 ):
     with over(engines) as engine:
-        play = Play(config, engine, tmp_path)
+        play = Play(config, engine, tmp_path, engines)
         play.wait_for_first_calls()
         engine.load_weights([], 2)  # between two calls of each agent
         generated = sum(each.generated for each in engines)
@@ -203,7 +218,7 @@ def test_agents_do_not_notice_servers_that_die(
     """One dies between calls, then one under calls: all go on at the third."""
     idle, busy, last = engines
     with over(engines) as engine:
-        play = Play(config, engine, tmp_path)
+        play = Play(config, engine, tmp_path, engines)
         play.wait_for_first_calls()
         begun = {asked_by(request) for request in idle.asked}, {asked_by(r) for r in busy.asked}
         idle.close()
@@ -233,7 +248,7 @@ def test_agents_end_with_the_last_server(
     """The rollout says why each is gone; it stops its agents, and the next one runs all of its."""
     (tmp_path / "dies").mkdir()
     with over(engines) as engine:
-        play = Play(config, engine, tmp_path / "dies")
+        play = Play(config, engine, tmp_path / "dies", engines)
         play.wait_for_first_calls()
         for each in engines:
             each.dies = 5

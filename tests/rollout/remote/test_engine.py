@@ -37,41 +37,12 @@ from tests.helpers.http_engine import (
     token_at,
 )
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns
+from tests.helpers.versions import Versions
 
 ROUTED = (1, 2, 3)
 MODEL = ServedModel(VOCAB, LAYERS, ROUTED, EXPERTS, K)
 PROMPTS = [Prompt(10 + i, tuple(range(5, 7 + i % 3))) for i in range(8)]
 SAMPLING = Sampling(max_new_tokens=10, samples_per_prompt=3, seed=5)
-
-
-class Versions:
-    """A publish without weights: every server gets the version."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def __init__(self) -> None:
-        self.failing: dict[str, str] = {}
-        self.wrong: dict[str, str] = {}
-        self.metrics: dict[str, float] = {}
-        self.shapes = ("a",)
-
-    def __call__(
-        self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
-    ) -> Mapping[str, str]:
-        for _ in named:
-            pass
-
-        async def give() -> None:
-            for each in servers:
-                await each.control("/pause?mode=abort")
-                await each.control("/finish_weight_update", {"weight_version": str(version)})
-                await each.control("/resume")
-
-        asyncio.run_coroutine_threadsafe(give(), self.loop).result()
-        return self.failing
-
-    def prove(self, version: int, score: Any) -> Mapping[str, str]:
-        return self.wrong
 
 
 class Waiting(Versions):

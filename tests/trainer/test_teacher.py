@@ -1,0 +1,139 @@
+"""On-policy distillation: a teacher's log-probs in the advantages, against transformers'."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyrl_ext.data.files import DataError
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.trainer.step import RolloutStep
+from tests.helpers import teachers
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
+
+pytestmark = pytest.mark.multiprocess
+
+
+def plan_with(folder: Path, *overrides: str) -> Plan:
+    return tiny_plan(*QUICK, f"teacher.model={folder}", "objective.distill_coef=0.5", *overrides)
+
+
+@pytest.mark.parametrize("write", [teachers.write_dense, teachers.write_sparse])
+def test_the_teacher_is_in_the_advantages(write: Any, tmp_path: Path):
+    model = write(tmp_path / "teacher")
+    plan = plan_with(
+        tmp_path / "teacher", "objective.distill_clip=0.7", "objective.normalize_std=false"
+    )
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        tokens = [sample.tokens.clone() for sample in rollout.samples]
+        shard = step.batch_of(rollout, clock)
+        index = rollout.index
+        shard, _ = step.score(shard, index, clock)
+        columns = {name: column.double() for name, column in shard.columns.items()}
+        found = step.weighed
+        rows = torch.from_numpy(shard.lengths.sample_of(shard.rows.tokens))
+        teacher = columns["teacher_logprobs"]
+        gaps: list[float] = []
+        for number, sample in enumerate(tokens):
+            here = rows == number
+            want = teachers.logprobs(model, sample)
+            assert torch.allclose(teacher[here], want, atol=2e-4)
+            group = index.rewards[index.groups == index.groups[number]]
+            own = index.rewards[number] - group.mean()
+            mask = columns["loss_mask_0"][here].bool()
+            gap = torch.where(mask, want - columns["old_logprobs"][here], 0)
+            assert torch.allclose(
+                columns["advantages"][here], own + 0.5 * gap.clamp(-0.7, 0.7), atol=2e-4
+            )
+            gaps += gap[mask].tolist()
+    cut = sum(abs(gap) > 0.7 for gap in gaps)
+    assert 0 < cut < len(gaps)
+    assert found["policy/teacher_clip_fraction"] == pytest.approx(cut / len(gaps), abs=0.01)
+    assert found["policy/teacher_kl"] == pytest.approx(-sum(gaps) / len(gaps), rel=1e-3)
+
+
+def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
+    teachers.write_dense(tmp_path / "teacher")
+    plan = plan_with(tmp_path / "teacher", "objective.advantage=none")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+        assert rollout.index.rewards.any()
+        columns = shard.columns
+        gap = columns["teacher_logprobs"] - columns["old_logprobs"]
+        mask = columns["loss_mask_0"]
+        assert torch.equal(columns["advantages"][mask], 0.5 * gap[mask])
+        assert not columns["advantages"][~mask].any()
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_built(tmp_path: Path):
+    folder = tmp_path / "teacher"
+    teachers.write_dense(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    plan = plan_with(folder)
+    with topology.start(plan) as topo, pytest.raises(DataError, match=r"differs .* in 2 tokens"):
+        RolloutStep.build(plan, topo)
+
+
+def test_the_plan_counts_the_teacher(tmp_path: Path):
+    model = teachers.write_dense(tmp_path / "teacher")
+    plan = plan_with(tmp_path / "teacher", "parallel.pp=2")
+    held = [
+        item.bytes for stage in stage_memory(plan) for item in stage.items if item.name == "teacher"
+    ]
+    assert sum(held) == 4 * sum(weight.numel() for weight in model.parameters())
+    assert Plan.from_json(plan.to_json()).teacher_plan == plan.teacher_plan
+    assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("sizes", "override", "message"),
+    [
+        ({"num_hidden_layers": 3}, "parallel.pp=2", "parallel.pp: "),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "parallel.tp=2", "parallel.tp: "),
+    ],
+)
+def test_a_teacher_that_the_layout_cannot_run_is_refused(
+    sizes: dict[str, int], override: str, message: str, tmp_path: Path
+):
+    teachers.write_dense(tmp_path / "teacher", **sizes)
+    with pytest.raises(ConfigError, match="on the ranks of the trainer") as caught:
+        plan_with(tmp_path / "teacher", override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "No such file or directory, expected an HF config.json"),
+        ('{"model_type": "gpt2"}', "model_type is 'gpt2', expected one of"),
+        ('{"model_type": "qwen3"}', "hidden_size"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(written: str | None, message: str, tmp_path: Path):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    if written is not None:
+        (folder / "config.json").write_text(written)
+    overrides = (f"teacher.model={folder}", "objective.distill_coef=1")
+    with pytest.raises(ConfigError, match=message):
+        compile_plan(CONFIG, overrides)
