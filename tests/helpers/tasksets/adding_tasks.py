@@ -27,7 +27,7 @@ class AddTaskset(vf.Taskset[AddTask, vf.TasksetConfig]):
 
     def load(self) -> Iterator[AddTask]:
         """The task."""
-        yield AddTask(vf.TaskData(prompt="1+3"), self.config.task)
+        yield AddTask(vf.TaskData.model_validate({"prompt": "1+3"}), self.config.task)
 
 
 __all__ = ["AddTaskset"]

@@ -41,8 +41,8 @@ class PlayTaskset(vf.Taskset[PlayTask, PlayConfig]):
     def load(self) -> Iterator[PlayTask]:
         """In the order of the names."""
         for name in self.config.plays:
-            data = vf.TaskData(name=name, prompt=f"Play {name}", system_prompt="Be brief.")
-            yield PlayTask(data, self.config.task)
+            data = {"name": name, "prompt": f"Play {name}", "system_prompt": "Be brief."}
+            yield PlayTask(vf.TaskData.model_validate(data), self.config.task)
 
 
 class PlayEnvConfig(vf.EnvConfig):

@@ -35,13 +35,12 @@ def reward_of(sample: Sample, data: Any, tokenizer: Any) -> float:
     """The reward of the game by the environment class, which has the same rules."""
     game = Guess(4, "+", "-", "?")
     game.start(Prompt(0, (), data.number, meta={"range": (data.low, data.high)}))
-    reward = 0.0
+    results: list[Any] = []
     for begin, end in sample.spans:
         text = tokenizer.decode(sample.tokens[begin:end].tolist())
-        result = game.step([], text if text.isdecimal() else "")
-        reward += result.reward
-    assert result.done
-    return reward
+        results.append(game.step([], text if text.isdecimal() else ""))
+    assert results[-1].done
+    return sum(result.reward for result in results)
 
 
 def test_a_run_trains_on_the_games_of_a_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
