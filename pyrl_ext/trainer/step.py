@@ -212,7 +212,11 @@ class Step(ABC):
 
 @dataclass
 class RolloutStep(Step):
-    """A step on samples that an engine generates and a reward scores."""
+    """A step on samples that an engine generates and a reward scores.
+
+    Args:
+        teacher: frozen model whose log-probs of the samples are in the advantages; None: none is.
+    """
 
     rollouts: Rollouts
     teacher: Policy | None = None
@@ -243,7 +247,7 @@ class RolloutStep(Step):
             image_scale(plan)
         advantage = build_advantage(plan.objective)
         loss = build_loss(plan.objective)
-        taught = plan.teacher_plan
+        taught = plan.teacher_plan if trainable else None
         if taught is not None:
             check_same_tokens(source.tokenizer, load_tokenizer(str(taught.tokenizer_path)))
         rollouts = Rollouts(plan, topo, source, show)
@@ -257,7 +261,7 @@ class RolloutStep(Step):
                 if plan.objective.reference_refresh:
                     policy.reference = reference
             teacher = None
-            if taught is not None and trainable:
+            if taught is not None:
                 layout = taught.parallel  # of the trainer, but a dense teacher has no experts
                 place = replace(topo, ep_size=layout.ep, etp_size=layout.etp_size)
                 teacher = Policy.build(taught, place, trainable=False)
