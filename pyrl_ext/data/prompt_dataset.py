@@ -197,11 +197,11 @@ def _taskset_prompts(
     """The tasks of an environment that brings them, as prompts. What the policy reads, the
     environment writes: with system prompts and tools."""
     prompts: list[Prompt] = []
-    for key, text in tasks:
-        tokens = encoded(text, tokenizer, add_special_tokens=False)
-        prompts.append(Prompt(len(prompts), tuple(tokens), None, text, {"task": key}))
+    for task in tasks:
+        tokens = encoded(task.text, tokenizer, add_special_tokens=False)
+        prompts.append(Prompt(len(prompts), tuple(tokens), None, task.text, {"task": task.key}))
     return PromptSource(
-        prompts, None, plan.seed, plan.data.shuffle, lambda prompt: (prompt.meta or {})["task"]
+        prompts, None, plan.seed, plan.data.shuffle, lambda prompt: tasks[prompt.id].first
     )
 
 

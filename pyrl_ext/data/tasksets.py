@@ -12,21 +12,33 @@ import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from pyrl_ext.data.agent import OPEN_FILES, AgentCall, AgentHost, Stop
 from pyrl_ext.data.workers import CallFailed
 from pyrl_ext.parallel.open_files import allow_open_files
-from pyrl_ext.parallel.user_code import describe
-from pyrl_ext.plan.tasksets import INSTALL, MOST_TASKS
+from pyrl_ext.parallel.user_code import describe, load_module, place_of
+from pyrl_ext.plan.tasksets import INSTALL, MOST_TASKS, taskset_module
 
 _HARNESS = "pyrl_chat"
 
-type DescribedTask = tuple[str, str]
-"""Key of a task, and its prompt as text."""
+
+class DescribedTask(NamedTuple):
+    """A task as the process that trains sees it.
+
+    Args:
+        key: of the task
+        text: its prompt
+        first: key of the first task with the same data
+    """
+
+    key: str
+    text: str
+    first: str
 
 
 def load_taskset(name: str, options: Mapping[str, Any]) -> AgentHost:
@@ -41,8 +53,7 @@ def load_taskset(name: str, options: Mapping[str, Any]) -> AgentHost:
     """
     allow_open_files(OPEN_FILES)
     taskset = _Taskset(name, options)
-    about = [(key, task.data.prompt_text or key) for key, task in taskset.tasks.items()]
-    return AgentHost(taskset, None, about)
+    return AgentHost(taskset, None, taskset.about)
 
 
 class _Taskset:
@@ -53,6 +64,7 @@ class _Taskset:
 
     Attributes:
         tasks: by key
+        about: of each task
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]):
@@ -68,6 +80,9 @@ class _Taskset:
         chat = import_module("pyrl_ext.data.verifiers_chat")
         sys.modules[_HARNESS] = chat  # the package takes names of modules without a dot
         self._key = chat.KEY
+        module = taskset_module(name)
+        shipped = f"verifiers.v1.tasksets.{module}"
+        load_module(where, shipped if find_spec(shipped) else module)
         try:
             config = env_config_type(name, "")
             agents = [
@@ -78,12 +93,15 @@ class _Taskset:
             seat = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}}
             settings = {"taskset": {**options, "id": name}, **{agent: seat for agent in agents}}
             self._env = load_environment(config.model_validate(settings))
-            self.tasks = {task.key: task for task in islice(self._env.taskset, MOST_TASKS)}
-        except ValidationError as error:
-            raise ValueError(f"{where}: {_option_problems(error)}") from error
-        except Exception as error:  # the taskset's own code may raise anything
-            rule = f"expected a taskset that loads with turns.options {dict(options)}"
-            raise ValueError(f"{where}: {describe(error)}, {rule}") from error
+            most = MOST_TASKS if self._env.taskset.INFINITE else None
+            tasks = [*islice(self._env.taskset, most)]
+            self.tasks = {task.key: task for task in tasks}
+            self.about = _described(self.tasks)
+        except (Exception, SystemExit) as error:  # the taskset's own code may raise anything
+            raise ValueError(f"{where}: {_problem(error, options)}") from error
+        if len(self.tasks) < len(tasks):
+            different = f"{len(tasks)} tasks with {len(self.tasks)} different keys"
+            raise ValueError(f"{where} has {different}, expected a key for each")
         if not self.tasks:
             raise ValueError(f"{where} has no tasks, expected some. Set turns.options")
         if len(agents) != 1:
@@ -113,12 +131,29 @@ class _Taskset:
         return _reward(episode)
 
 
-def _option_problems(error: ValidationError) -> str:
-    """The options that a taskset does not take."""
+def _described(tasks: Mapping[str, Any]) -> list[DescribedTask]:
+    first: dict[str, str] = {}
+    found: list[DescribedTask] = []
+    for key, task in tasks.items():
+        data = task.with_data(idx=None).hash
+        text = task.data.prompt_text or key
+        found.append(DescribedTask(key, text, first.setdefault(data, key)))
+    return found
+
+
+def _problem(error: BaseException, options: Mapping[str, Any]) -> str:
+    """Why a taskset does not load: options that it does not take, or an error of its code."""
+    details = error.errors(include_url=False) if isinstance(error, ValidationError) else []
+    if not details or any(each["loc"][:1] != ("taskset",) for each in details):
+        place = place_of(error, ["verifiers", "pydantic"])
+        rule = f"expected a taskset that loads with turns.options {dict(options)}"
+        return f"{describe(error)}{place}, {rule}"
     problems: list[str] = []
-    for each in error.errors(include_url=False):
-        option = ".".join(str(part) for part in each["loc"] if part != "taskset")
-        problems.append(f"turns.options.{option} is {each['input']!r}: {each['msg']}")
+    for each in details:
+        option = ".".join(["turns.options", *map(str, each["loc"][1:])])
+        value = each["input"] if each["loc"][1:] else dict(options)
+        shown = "" if each["type"] == "missing" else f" is {value!r}"
+        problems.append(f"{option}{shown}: {each['msg']}")
     return f"{'; '.join(problems)}. Expected settings of the taskset"
 
 

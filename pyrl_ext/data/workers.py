@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import psutil
+
 from pyrl_ext.parallel.user_code import describe, place_of
 
 _POLL_SECONDS = 0.05  # resolution of time limits
@@ -126,7 +128,26 @@ def _end_with_pool(fd: int) -> None:
     ended = select.poll()
     ended.register(fd, 0)  # no messages, only that the other side was closed
     ended.poll()
+    _end_process()
+
+
+def _end_process() -> None:
+    """Kill this process, with those that it started."""
+    _kill(_below(os.getpid()))
     os.killpg(0, signal.SIGKILL)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """The processes that a process started, and those that they did, in any session."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 class _Server:
@@ -171,7 +192,7 @@ class _Server:
             pass
         except BaseException:  # the arguments of a call do not unpickle
             traceback.print_exc()
-        os.killpg(0, signal.SIGKILL)
+        _end_process()
 
     def _call(self, request: _Request) -> None:
         try:
@@ -292,8 +313,10 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process with all processes that it started."""
+        below = _below(self.process.pid) if self.process.poll() is None else []
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        _kill(below)
 
 
 class Pool:

@@ -48,13 +48,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {printable(message)}".removesuffix(": ")
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException, skip: Sequence[str] = ()) -> str:
     """`` (file:line)`` of an error, for messages; empty if there is none.
 
     It is the last line on the stack in the file that this package, or asyncio, called.
+
+    Args:
+        skip: packages that call user code, too
     """
+    folders = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in skip)
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS + folders)]
     if not theirs:
         return ""
     last = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
@@ -93,7 +97,7 @@ def load_callable(key: str, name: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     where = f"{key}: {name!r}"
-    function = _import(where, module_name)
+    function = load_module(where, module_name)
     for part in attribute.split("."):
         if not hasattr(function, part):
             public = sorted(n for n in dir(function) if not n.startswith("_"))
@@ -105,7 +109,15 @@ def load_callable(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _import(where: str, module_name: str) -> Any:
+def load_module(where: str, module_name: str) -> Any:
+    """The module called ``module_name``.
+
+    Args:
+        where: config key and value, for messages
+
+    Raises:
+        ValueError: it is missing, or does not import
+    """
     rule = "expected a module that imports"
     try:
         return importlib.import_module(module_name)

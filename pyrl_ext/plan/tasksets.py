@@ -14,7 +14,7 @@ from pyrl_ext.plan.user_code import find_module
 
 INSTALL = "pip install 'pyrl-ext[verifiers]'"
 MOST_TASKS = 4096
-"""Tasks of a taskset that are used, the first ones: some have no end."""
+"""Tasks of a taskset without end that are used, the first ones."""
 
 
 def taskset_problem(name: str, folder: str) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import psutil
 import pytest
 
 from pyrl_ext.data.agent import AgentCall
+from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.data.tasksets import load_taskset
 from pyrl_ext.data.workers import CallFailed, Pool
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.tasksets import MOST_TASKS
 from pyrl_ext.prompt import Prompt
 from pyrl_ext.rollout.agents.endpoint import Endpoint
 from pyrl_ext.rollout.agents.protocol import (
@@ -24,11 +28,14 @@ from pyrl_ext.rollout.agents.protocol import (
     Rules,
 )
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.tiny import CONFIG
 
 pytestmark = pytest.mark.multiprocess
 
 ADD = "calc_tools_add"
 FOLDER = Path(__file__).parents[1] / "helpers/tasksets"
+EXAMPLE = CONFIG.parent / "examples/verifiers.yaml"
+LOADED = f"{FOLDER / 'loaded_tasks.py'}:"
 
 
 class Player:
@@ -93,8 +100,8 @@ def taskset_pool(name: str, **options: Any) -> closing[Pool]:
 
 def call_of(pool: Pool, endpoint: Endpoint, player: Player, text: str) -> AgentCall:
     """The call that plays the task with a prompt."""
-    (key,) = (key for key, shown in pool.about if shown == text)
-    prompt = Prompt(0, (1,), None, text, {"task": key})
+    (task,) = (task for task in pool.about if task.text == text)
+    prompt = Prompt(0, (1,), None, text, {"task": task.key})
     return AgentCall(prompt, endpoint.url, player.key, "policy")
 
 
@@ -217,8 +224,9 @@ def test_hangman_of_textarena_rewards_the_word(
     winner = Player(endpoint, lambda messages: next(guesses))
     loser = Player(endpoint, lambda messages: "[z]")
     with taskset_pool("textarena", game="Hangman-v0") as pool:
-        text = pool.about[0][1]
-        prompt = Prompt(0, (1,), None, text, {"task": pool.about[0][0]})
+        (task,) = pool.about[:1]
+        text = task.text
+        prompt = Prompt(0, (1,), None, text, {"task": task.key})
         rewards: list[float] = []
         for player in (winner, loser):
             owner = pool.owner()
@@ -238,6 +246,14 @@ def test_hangman_of_textarena_rewards_the_word(
         ("textarena", {"game": "Chess"}, "turns.options.game is 'Chess': Input should be 'Wordle"),
         ("calc_tools", {}, "defines no `__all__`"),
         ("played_tasks", {"plays": []}, "has no tasks, expected some"),
+        ("openenv", {}, "turns.options is {}: Value error, pass `env` or `base_url`"),
+        ("nemo_gym", {}, "turns.options.dataset: Field required"),
+        ("loaded_tasks", {"does": "raises"}, "KeyError: 'no file' (" + LOADED),
+        ("loaded_tasks", {"does": "exits"}, "SystemExit: goodbye (" + LOADED),
+        ("loaded_tasks", {"does": "breaks"}, "ValidationError: 2 validation errors for TaskData"),
+        ("loaded_tasks", {"does": "repeats keys"}, "3 tasks with 1 different keys, expected a key"),
+        ("paired_tasks", {}, "has 2 agents one, two, expected one"),
+        ("needing_tasks", {}, "module needing_tasks imports 'not_installed', which is missing"),
     ],
 )
 def test_a_taskset_that_does_not_load_says_why(
@@ -246,3 +262,50 @@ def test_a_taskset_that_does_not_load_says_why(
     with pytest.raises(ValueError, match=r"turns\.environment: '?verifiers:") as caught:
         taskset_pool(name, **options)
     assert message in str(caught.value)
+
+
+def test_all_tasks_are_there_and_the_first_of_a_taskset_without_end(path: None):
+    with taskset_pool("loaded_tasks", does="counts", tasks=MOST_TASKS + 1) as pool:
+        assert [task.text for task in pool.about] == [str(n % 16) for n in range(MOST_TASKS + 1)]
+    with taskset_pool("endless_tasks", does="counts", tasks=MOST_TASKS + 1) as pool:
+        assert [task.text for task in pool.about] == [str(n % 16) for n in range(MOST_TASKS)]
+
+
+def test_equal_tasks_are_on_one_side_of_the_split(path: None, tmp_path: Path):
+    changes = {
+        "turns.environment": "verifiers:loaded_tasks",
+        "turns.options": "{does: counts, tasks: 64}",
+        "run": tmp_path / "run",
+    }
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    with closing(build_source(compile_plan(EXAMPLE, overrides))) as source:
+        held_out = source.prompts.held_out(64)
+        trained = source.prompts.take(0, 64)
+    held_texts = {prompt.text for prompt in held_out}
+    texts = {prompt.text for prompt in trained}
+    assert len(held_out) == len(held_texts) == 2
+    assert len(texts) == 14 and not texts & held_texts
+
+
+def test_processes_of_a_task_end_with_its_worker(path: None, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "one")
+    with taskset_pool("loaded_tasks", does="counts", tasks=1, setup="sleep") as pool:
+        (future,) = pool.submit(
+            "run", [(call_of(pool, endpoint, player, "0"),)], None, pool.owner()
+        )
+        end = time.monotonic() + DEADLINE
+        while not (started := _sleepers()):
+            assert time.monotonic() < end and not future.done()
+            time.sleep(0.05)
+    _, alive = psutil.wait_procs(started, timeout=DEADLINE)
+    assert not alive
+
+
+def _sleepers() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    found: list[psutil.Process] = []
+    for process in below:
+        with suppress(psutil.Error):  # it has ended
+            if process.name() == "sleep":
+                found.append(process)
+    return found
