@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
@@ -158,7 +159,8 @@ def _problem(error: BaseException, options: Mapping[str, Any]) -> str:
 
 
 def _reward(episode: Any) -> dict[str, float]:
-    """The reward of an episode as "reward", and its metrics. Raises: CallFailed."""
+    """The reward of an episode as "reward", and its metrics, named as `read_reward` takes them:
+    judge/brief becomes judge_brief. Raises: CallFailed."""
     errors = [*episode.errors]
     for trace in episode.traces:
         errors += trace.errors
@@ -178,5 +180,7 @@ def _reward(episode: Any) -> dict[str, float]:
     parts = {**trace.metrics}
     if len(trace.rewards) > 1:
         parts |= {name: reward and reward.value for name, reward in trace.rewards.items()}
-    components = {name: value for name, value in parts.items() if value is not None}
+    components = {
+        re.sub(r"[^\w.-]", "_", name): value for name, value in parts.items() if value is not None
+    }
     return {**components, "reward": trace.reward}

@@ -117,7 +117,7 @@ def play(pool: Pool, endpoint: Endpoint, player: Player, text: str) -> Any:
 
 def test_a_task_is_played_with_its_reward_and_its_metrics(plays: Pool, endpoint: Endpoint):
     player = Player(endpoint, lambda messages: "three" if len(messages) > 3 else "one")
-    assert play(plays, endpoint, player, "Play counts") == (5.0, {"calls": 2.0})
+    assert play(plays, endpoint, player, "Play counts") == (5.0, {"calls": 2.0, "judge_is_brief": 1.0})
     first, second = player.requests
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "Play counts"}
