@@ -148,6 +148,15 @@ def a_taskset_brings_its_prompts(plan: Plan) -> Found:
             yield f"{plan.turns.name} with data.{name} {text}, {rule}"
 
 
+@rule("turns.options")
+def a_taskset_is_named_once(plan: Plan) -> Found:
+    if plan.turns.taskset is not None and "id" in plan.turns.options:
+        value = show(plan.turns.options["id"])
+        rule = f"expected it left out; turns.environment {plan.turns.name} names the taskset"
+        return f"id {value}, {rule}"
+    return None
+
+
 @rule("data.sources")
 def the_environment_of_a_source_gives_its_reward(plan: Plan) -> Found:
     for source, keys in plan.data.sources.items():

@@ -46,7 +46,7 @@ REASONS = {
     "empty": "an observation was empty though the trajectory was not done",
     "tokens": "an observation held tokens that the model does not know",
     "observation": "an observation was longer than turns.max_observation_tokens",
-    "room": "the first context left no room for a response",
+    "room": "the first context, or that of an agent's call, left no room for a response",
     "turns": "the trajectory was not done after turns.max_turns",
     "fork": "the context was rewritten with form concatenated",
     "calls": "the agent made no call that was answered",

@@ -92,6 +92,7 @@ def test_train_generates_turns_ahead(tmp_path: Path):
         "whole": ("tiny_turns.yaml",),
         "apart": ("tiny_turns.yaml", "turns.form=stepwise", "turns.merge=false"),
         "agents": ("examples/agent.yaml", "turns.timeout=120"),
+        "taskset": ("examples/verifiers.yaml", "turns.timeout=120"),
     }
     with server_processes(tmp_path, 2, COMMON) as servers:
         found = {
