@@ -117,13 +117,35 @@ def play(pool: Pool, endpoint: Endpoint, player: Player, text: str) -> Any:
 
 def test_a_task_is_played_with_its_reward_and_its_metrics(plays: Pool, endpoint: Endpoint):
     player = Player(endpoint, lambda messages: "three" if len(messages) > 3 else "one")
-    assert play(plays, endpoint, player, "Play counts") == (5.0, {"calls": 2.0, "judge_is_brief": 1.0})
+    assert play(plays, endpoint, player, "Play counts") == (
+        5.0,
+        {"calls": 2.0, "judge_is_brief": 1.0},
+    )
     first, second = player.requests
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "Play counts"}
     assert [*first.messages] == [system, user]
     roles = [message["role"] for message in second.messages]
     assert roles == ["system", "user", "assistant", "user"]
+
+
+def test_a_task_with_several_rewards_has_them_as_components(plays: Pool, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "one")
+    reward, components = play(plays, endpoint, player, "Play rewards_twice")
+    assert reward == 3.5
+    assert components == {"calls": 2.0, "judge_is_brief": 1.0, "length": 3.0, "polite": 0.5}
+
+
+def test_a_task_may_begin_with_several_messages(plays: Pool, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "one")
+    play(plays, endpoint, player, "Play\n\nWhat?\n\ncontinues")
+    said = [(message["role"], message["content"]) for message in player.requests[0].messages]
+    assert said == [
+        ("system", "Be brief."),
+        ("user", "Play"),
+        ("assistant", "What?"),
+        ("user", "continues"),
+    ]
 
 
 def test_trajectories_at_the_same_time_call_with_their_own_keys(plays: Pool, endpoint: Endpoint):
@@ -145,6 +167,7 @@ def test_trajectories_at_the_same_time_call_with_their_own_keys(plays: Pool, end
     ("name", "reason", "message"),
     [
         ("raises", "error", "TaskError: .*no answer"),
+        ("is_late", "timeout", r"exceeded a time limit of the taskset \(scoring_timeout\)"),
         ("not_a_number", "reward", "returned components with the sum nan|returned nan"),
         ("plays_twice", "error", "played 2 times, expected once"),
         ("plays_nothing", "error", "ran no agent"),
@@ -202,6 +225,18 @@ def test_a_tool_of_a_task_is_called_and_ends_with_it(path: None, endpoint: Endpo
         ]
         left = [child for child in psutil.Process().children(recursive=True) if _is_tool(child)]
         assert not left
+
+
+def test_a_tool_of_a_taskset_starts_once_and_ends_with_the_workers(path: None, endpoint: Endpoint):
+    player = Player(endpoint, lambda messages: "4")
+    with taskset_pool("sharing_tasks") as pool:
+        for _ in range(2):
+            assert play(pool, endpoint, player, "1+3") == (1.0, {})
+        assert [tool["function"]["name"] for tool in player.requests[1].tools] == [ADD]
+        tools = [each for each in psutil.Process().children(recursive=True) if _is_tool(each)]
+        assert len(tools) == 1
+    _, alive = psutil.wait_procs(tools, timeout=DEADLINE)
+    assert not alive
 
 
 def _is_tool(process: psutil.Process) -> bool:

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import Field
 
-PLAYS = ("counts", "raises", "hangs", "not_a_number", "plays_twice", "plays_nothing")
+PLAYS = (
+    "counts",
+    "continues",
+    "rewards_twice",
+    "raises",
+    "hangs",
+    "is_late",
+    "not_a_number",
+    "plays_twice",
+    "plays_nothing",
+)
 
 
 class PlayConfig(vf.TasksetConfig):
@@ -21,13 +31,19 @@ class PlayTask(vf.Task[vf.TaskData]):
     """Rewarded by what its name says."""
 
     @vf.reward
-    async def length(self, trace: vf.Trace) -> float:
+    async def length(self, trace: vf.Trace) -> float | dict[str, float]:
         """Number of characters of the last answer."""
-        if self.data.name == "raises":
-            raise KeyError("no answer")
-        if self.data.name == "hangs":
-            await asyncio.Event().wait()
-        return float("nan") if self.data.name == "not_a_number" else len(trace.last_reply or "")
+        size = float(len(trace.last_reply or ""))
+        match self.data.name:
+            case "raises":
+                raise KeyError("no answer")
+            case "hangs" | "is_late":
+                await asyncio.Event().wait()
+            case "not_a_number":
+                return float("nan")
+            case "rewards_twice":
+                return {"length": size, "polite": 0.5}
+        return size
 
     @vf.metric
     async def measured(self, trace: vf.Trace) -> dict[str, float]:
@@ -41,8 +57,17 @@ class PlayTaskset(vf.Taskset[PlayTask, PlayConfig]):
     def load(self) -> Iterator[PlayTask]:
         """In the order of the names."""
         for name in self.config.plays:
-            data = {"name": name, "prompt": f"Play {name}", "system_prompt": "Be brief."}
-            yield PlayTask(vf.TaskData.model_validate(data), self.config.task)
+            prompt: str | list[vf.Message] = f"Play {name}"
+            if name == "continues":
+                prompt = [
+                    vf.UserMessage(content="Play"),
+                    vf.AssistantMessage(content="What?"),
+                    vf.UserMessage(content=name),
+                ]
+            limit = vf.TaskTimeout(scoring=0.1 if name == "is_late" else None)
+            texts = {"name": name, "prompt": prompt, "system_prompt": "Be brief."}
+            data = vf.TaskData.model_validate({**texts, "timeout": limit})
+            yield PlayTask(data, self.config.task)
 
 
 class PlayEnvConfig(vf.EnvConfig):
