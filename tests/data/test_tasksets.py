@@ -182,6 +182,14 @@ def test_a_task_that_fails_has_no_reward(
     assert caught.value.reason == reason
 
 
+def test_a_task_that_other_processes_do_not_have_is_an_error(plays: Pool, endpoint: Endpoint):
+    prompt = Prompt(0, (1,), None, "Play counts", {"task": "another"})
+    call = AgentCall(prompt, endpoint.url, "key", "policy")
+    (future,) = plays.submit("run", [(call,)], None, plays.owner())
+    with pytest.raises(CallFailed, match=r"no such task, expected load\(\) to give the same"):
+        future.result(DEADLINE)
+
+
 def test_an_error_of_the_endpoint_ends_the_task(plays: Pool, endpoint: Endpoint):
     def refuses(messages: list[Any]) -> str:
         raise ApiError(400, "no room for an answer", "context_length_exceeded")

@@ -71,6 +71,8 @@ def the_environment_of_a_source_exists(plan: Plan) -> Found:
         name = keys.environment
         if name is not None and not _names_environment(name):
             rule = f"expected {', '.join(ENVIRONMENTS)}, or module:Class"
+            if name.startswith(VERIFIERS):
+                rule = "expected it as turns.environment, without data.sources; it brings prompts"
             yield f"{source}.environment", f"{show(name)}, {rule}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pyrl_ext.plan.named_rewards import named_reward_problem, reward_function
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, rule
+from pyrl_ext.plan.schema.turns import VERIFIERS
 from pyrl_ext.plan.user_code import function_problem
 
 _REWARD_TAKES = ("prompt", "text", "tokens")
@@ -39,16 +40,22 @@ def the_advantage_is_there(plan: Plan) -> Found:
 
 @rule("turns.environment")
 def the_class_of_the_environment_is_there(plan: Plan) -> Found:
-    return None if plan.turns.taskset else _problem(plan, plan.turns.environment)
+    return _environment_problem(plan, plan.turns.environment)
 
 
 @rule("data.sources")
 def the_classes_of_environments_of_sources_are_there(plan: Plan) -> Found:
     for source, keys in plan.data.sources.items():
-        if message := _problem(plan, keys.environment):
+        if message := _environment_problem(plan, keys.environment):
             yield f"{source}.environment", message
         for key, message in _option_problems(plan, keys.environment, keys.environment_options):
             yield f"{source}.environment_options.{key}", message
+
+
+def _environment_problem(plan: Plan, name: str | None) -> str | None:
+    """Why there is no class of an environment; one of verifiers is no class."""
+    is_taskset = name is not None and name.startswith(VERIFIERS)
+    return None if is_taskset else _problem(plan, name)
 
 
 @rule("turns")
