@@ -25,7 +25,7 @@ class ShareTaskset(vf.Taskset[ShareTask, vf.TasksetConfig]):
 
     def load(self) -> list[ShareTask]:
         """The task."""
-        return [ShareTask(vf.TaskData(prompt="1+3"), self.config.task)]
+        return [ShareTask(vf.TaskData.model_validate({"prompt": "1+3"}), self.config.task)]
 
 
 __all__ = ["ShareTaskset"]
