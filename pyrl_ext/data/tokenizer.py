@@ -49,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from error
 
 
-def check_same_tokens(ours: Tokenizer, of_teacher: Tokenizer) -> None:
+def check_same_tokens(ours: Tokenizer, of_teacher: Tokenizer, name: str) -> None:
     """Check that a teacher reads the policy's token ids as the policy does.
 
     Raises:
@@ -63,7 +63,7 @@ def check_same_tokens(ours: Tokenizer, of_teacher: Tokenizer) -> None:
     first = different[0]
     ids = f"{own.get(first, 'no token')} and {other.get(first, 'no token')}"
     raise DataError(
-        f"teacher.model: its tokenizer differs from that of model.tokenizer in {len(different):,} "
+        f"teacher {name}: its tokenizer differs from model.tokenizer in {len(different):,} "
         f"tokens, such as {first!r}: {ids}. Expected equal vocabularies; the teacher would score "
         "other text"
     )

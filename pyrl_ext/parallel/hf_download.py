@@ -26,11 +26,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "*processor_config.json",
 )
+WEIGHT_FILES = ("*.safetensors", "*.json")
 FILES = {
-    "tokenizer": ["config.json", *TOKENIZER_FILES],
-    "weights": ["*.safetensors", "*.json"],
-    "teacher": ["*.safetensors", "*.json", *TOKENIZER_FILES],
+    "model.tokenizer": ("config.json", *TOKENIZER_FILES),
+    "model.weights": WEIGHT_FILES,
 }
+"""Key -> files that are fetched for it; for a teacher those of both."""
 
 
 def fetch(plan: Plan, topo: Topology) -> Plan:
@@ -42,7 +43,8 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
     Raises: OSError on every rank, with the reason, when a node could not fetch something.
     """
     model = plan.model
-    named = {"tokenizer": model.tokenizer, "weights": model.weights, "teacher": plan.teacher.model}
+    named = {"model.tokenizer": model.tokenizer, "model.weights": model.weights}
+    named |= {f"teacher {name}": name for name in plan.teachers.values()}
     wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
     if not wanted:
         return plan
@@ -78,7 +80,8 @@ def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
     folders = {}
     for name in dict.fromkeys(wanted.values()):
         keys = [key for key in wanted if wanted[key] == name]
-        patterns = [pattern for key in keys for pattern in FILES[key]]
+        both = (*WEIGHT_FILES, *TOKENIZER_FILES)
+        patterns = [pattern for key in keys for pattern in FILES.get(key, both)]
         advice = "HF_HUB_OFFLINE=1 reads the hub's cache alone"
         try:
             with announced(f"{name} from {constants.ENDPOINT}", None, advice, signals_kill=True):
@@ -86,5 +89,5 @@ def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
                     name, allow_patterns=patterns, ignore_patterns="*/*"
                 )
         except Exception as error:  # also what its network library raises
-            return {"problem": f"model.{' and '.join(keys)}: {name}: {reason(error)}"}
+            return {"problem": f"{' and '.join(keys)}: {name}: {reason(error)}"}
     return folders

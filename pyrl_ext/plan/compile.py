@@ -47,7 +47,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | N
     draft = draft_of(source)
     if leaves_out_dp(source):
         draft = fill_dp(source, draft, ranks)
-    teacher_hf = _read_teacher(source, draft)
+    teacher_hf = _read_teachers(source, draft)
     refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
@@ -227,21 +227,32 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         draft.learn(hf)
 
 
-def _read_teacher(source: Source, draft: PartialPlan) -> dict[str, Any] | None:
-    """The HF config of the teacher; None: there is none, or what is wrong with it is recorded."""
+def _read_teachers(source: Source, draft: PartialPlan) -> dict[str, dict[str, Any]]:
+    """The HF configs of the teachers by name, without those in which something is wrong, which is
+    recorded."""
+    named: list[tuple[Key, str | None]] = []
     try:
-        name = draft.teacher.model
+        named.append((("teacher", "model"), draft.teacher.model))
+        for name, keys in draft.data.sources.items():
+            named.append((("data", "sources", name, "teacher"), keys.teacher))
     except InvalidField:  # reported already
-        return None
-    if name is None:
-        return None
+        pass
+    found: dict[str, dict[str, Any]] = {}
+    for key, name in named:
+        if name is not None and name not in found and (hf := _read_teacher(source, key, name)):
+            found[name] = hf
+    return found
+
+
+def _read_teacher(source: Source, key: Key, name: str) -> dict[str, Any] | None:
+    """The HF config of a teacher; None: there is none, or what is wrong with it is recorded."""
     path = path_beside(source.path, os.path.join(name, "config.json"))
     if is_hub_id(source.path, name):
-        found = config_of(name)
-        if found.problem:
-            source.report(("teacher", "model"), f"{show(name)}: {found.problem}")
+        of_hub = config_of(name)
+        if of_hub.problem:
+            source.report(key, f"{show(name)}: {of_hub.problem}")
             return None
-        path = found.path
+        path = of_hub.path
     shown = rules.relative(path)
     try:
         hf = _read_json(path, shown)
@@ -253,23 +264,24 @@ def _read_teacher(source: Source, draft: PartialPlan) -> dict[str, Any] | None:
         for each in error.errors(include_url=False):
             place = ".".join(str(part) for part in each["loc"])
             message = f"{shown}: {place}: {describe({**each, 'loc': ('', place)})}"
-            source.report(("teacher", "model"), message)
+            source.report(key, message)
     except ValueError as error:
-        source.report(("teacher", "model"), str(error))
+        source.report(key, str(error))
     else:
         return hf
     return None
 
 
 def _teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What rules on models and layouts say about the teacher on the trainer's ranks."""
-    teacher = plan.teacher_plan
-    for key, message in rules.check(teacher) if teacher is not None else ():
-        if key.split(".")[0] in ("model", "parallel"):
-            yield (
-                "teacher.model",
-                f"{plan.teacher.model} on the ranks of the trainer: {key}: {message}",
-            )
+    """What rules on models and layouts say about the teachers on the trainer's ranks."""
+    for name, teacher in plan.teacher_plans.items():
+        where = "teacher.model"
+        if name != plan.teacher.model:
+            source = next(each for each, own in plan.teachers.items() if own == name)
+            where = f"data.sources.{source}.teacher"
+        for key, message in rules.check(teacher):
+            if key.split(".")[0] in ("model", "parallel"):
+                yield where, f"{name} on the ranks of the trainer: {key}: {message}"
 
 
 def _read_json(path: str, shown: str) -> dict[str, Any]:

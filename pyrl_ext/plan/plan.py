@@ -94,8 +94,8 @@ class Plan(Config):
     """absolute path of the YAML file; relative paths in the plan start at its folder"""
     hf: dict[str, Any]
     """the HF config, as read"""
-    teacher_hf: dict[str, Any] | None = None
-    """the HF config of the teacher, as read; None: there is none"""
+    teacher_hf: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (pydantic copies it)
+    """the HF configs of the teachers, as read, by the folder or hub id"""
     notes: tuple[str, ...] = ()
     """informational notes"""
     unsupported: tuple[str, ...] = ()
@@ -376,15 +376,28 @@ class Plan(Config):
         return found or self.resolve(config)
 
     @property
-    def teacher_plan(self) -> Plan | None:
-        """The plan of the teacher: its model on the ranks of the trainer; None: there is none."""
-        folder = self.teacher.model
-        if folder is None or self.teacher_hf is None:
-            return None
+    def teachers(self) -> dict[str, str]:
+        """Source of prompts -> folder or hub id of its teacher; "" without `data.sources`. Sources
+        without a teacher are left out."""
+        if self.data.sources:
+            given = {name: each.teacher for name, each in self.data.sources.items()}
+        else:
+            given = {"": None}
+        found = {source: name or self.teacher.model for source, name in given.items()}
+        return {source: name for source, name in found.items() if name is not None}
+
+    @property
+    def teacher_plans(self) -> dict[str, Plan]:
+        """Folder or hub id of a teacher -> its plan: that model on the ranks of the trainer."""
+        names = dict.fromkeys(self.teachers.values())
+        return {name: self._teacher_plan(name) for name in names if name in self.teacher_hf}
+
+    def _teacher_plan(self, folder: str) -> Plan:
+        hf = self.teacher_hf[folder]
         fields = self.model_dump(mode="json", include={*Config.model_fields})
         config = folder if self.is_hub_id(folder) else f"{folder}/config.json"
         fields["model"] = {
-            "family": self.teacher_hf["model_type"],
+            "family": hf["model_type"],
             "config": config,
             "tokenizer": folder,
             "weights": folder,
@@ -392,10 +405,11 @@ class Plan(Config):
             "backend": self.model.backend,
         }
         fields["replay"] = dict.fromkeys(("old", "reference", "train"), False)
+        fields["data"] |= {"sources": {}}
         fields |= {"modules": {}, "lora": None, "objective": {}, "teacher": {}}
-        if not read_sizes(self.teacher_hf).num_experts:
+        if not read_sizes(hf).num_experts:
             fields["parallel"] |= {"ep": 1, "etp": None}
-        derived = {"source": self.source, "hf": self.teacher_hf, "fetched": self.fetched}
+        derived = {"source": self.source, "hf": hf, "fetched": self.fetched}
         return Plan.model_validate(fields | derived)
 
     @property

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 
+import numpy as np
 import torch
 
+from pyrl_ext.data.mixed_prompts import MixedPrompts
 from pyrl_ext.data.prompt_dataset import build_source, image_scale
 from pyrl_ext.data.tokenizer import check_same_tokens, load_tokenizer
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
@@ -215,11 +217,12 @@ class RolloutStep(Step):
     """A step on samples that an engine generates and a reward scores.
 
     Args:
-        teacher: frozen model whose log-probs of the samples are in the advantages; None: none is.
+        teachers: frozen models whose log-probs of the samples are in the advantages, by their
+            names in the plan.
     """
 
     rollouts: Rollouts
-    teacher: Policy | None = None
+    teachers: Mapping[str, Policy] = field(default_factory=dict[str, "Policy"])
     number: int = field(default=0, init=False)  # of the step that is trained
     _sent: bool = field(default=False, init=False)  # the engine has all weights
     _closed: bool = field(default=False, init=False)
@@ -247,9 +250,10 @@ class RolloutStep(Step):
             image_scale(plan)
         advantage = build_advantage(plan.objective)
         loss = build_loss(plan.objective)
-        taught = plan.teacher_plan if trainable else None
-        if taught is not None:
-            check_same_tokens(source.tokenizer, load_tokenizer(str(taught.tokenizer_path)))
+        plans = plan.teacher_plans if trainable else {}
+        for name, of_teacher in plans.items():
+            own = load_tokenizer(str(of_teacher.tokenizer_path))
+            check_same_tokens(source.tokenizer, own, name)
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
@@ -260,16 +264,16 @@ class RolloutStep(Step):
                 reference = Policy.build(plan, topo, trainable=False)
                 if plan.objective.reference_refresh:
                     policy.reference = reference
-            teacher = None
-            if taught is not None:
-                layout = taught.parallel  # of the trainer, but a dense teacher has no experts
+            teachers: dict[str, Policy] = {}
+            for name, of_teacher in plans.items():
+                layout = of_teacher.parallel  # of the trainer, but a dense teacher has no experts
                 place = replace(topo, ep_size=layout.ep, etp_size=layout.etp_size)
-                teacher = Policy.build(taught, place, trainable=False)
+                teachers[name] = Policy.build(of_teacher, place, trainable=False)
         except BaseException:
             rollouts.close()
             raise
         policy.level_starts = {name: task.starts for name, task in source.rising.items()}
-        return cls(plan, topo, policy, reference, advantage, loss, rollouts, teacher)
+        return cls(plan, topo, policy, reference, advantage, loss, rollouts, teachers)
 
     @property
     def engine(self) -> Engine:
@@ -372,9 +376,9 @@ class RolloutStep(Step):
             with phase("time/ref_logprobs"):
                 self._refresh_reference()
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
-        if self.teacher is not None:
+        if self.teachers:
             with phase("time/teacher_logprobs"):
-                columns["teacher_logprobs"] = self.teacher.scores(shard, replay=False).logprobs
+                columns["teacher_logprobs"] = self._teacher_logprobs(shard, index)
         if shard.role.last_stage:
             if self.plan.rollout.ahead:
                 columns["ages"] = ages_of(shard, self.number, self.plan)
@@ -405,6 +409,22 @@ class RolloutStep(Step):
         self.reference.take_weights(self.policy)
         if self.topo.is_main:
             print(f"step {self.number}: the reference takes the policy's weights", flush=True)
+
+    def _teacher_logprobs(self, shard: BatchShard, index: BatchIndex) -> torch.Tensor:
+        """[N] float32, of each row under the teacher of its source; empty before the last stage."""
+        scored = [(name, teacher.scores(shard, False)) for name, teacher in self.teachers.items()]
+        found = scored[0][1].logprobs
+        prompts = self.rollouts.source.prompts
+        if len(scored) == 1 or not shard.role.last_stage:
+            return found
+        assert isinstance(prompts, MixedPrompts)  # others have one teacher
+        of_sample = [
+            self.plan.teachers[prompts.source_of(group)] for group in index.groups.tolist()
+        ]
+        of_row = np.array(of_sample)[shard.lengths.sample_of(shard.rows.tokens)]
+        for name, scores in scored[1:]:
+            found = torch.where(torch.from_numpy(of_row == name), scores.logprobs, found)
+        return found
 
     def _reference_scores(self, shard: BatchShard) -> Scores:
         replay = self.plan.replay.reference

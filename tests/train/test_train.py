@@ -245,11 +245,27 @@ def on_ranks_with_a_teacher(_group, folder, *overrides):
     os.environ["WORLD_SIZE"] = "2"
     for layout in TAUGHT:
         assert run(folder / layout, *layout.split(), *overrides) == 0
+    assert run(folder / "two of two stages", "parallel.pp=2", *two_teachers(folder)) == 0
+
+
+def two_teachers(folder):
+    dense, sparse = folder / "teacher", folder / "sparse"
+    sources = f"{{one: {{task: copy, teacher: {dense}}}, two: {{task: sort, teacher: {sparse}}}}}"
+    return (
+        f"data.sources={sources}",
+        "data.task=null",
+        "data.task_options={}",
+        "objective.distill_coef=0.5",
+        "steps=1",
+        "evaluate.every=0",
+    )
 
 
 def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
     """A dense teacher, whose ranks have no experts to spread."""
     teachers.write_dense(tmp_path / "teacher")
+    teachers.write_sparse(tmp_path / "sparse")
+    assert run(tmp_path / "two", *two_teachers(tmp_path)) == 0
     overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
     overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
     assert run(tmp_path / "one", *overrides) == 0
@@ -260,6 +276,9 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
         for one, two in zip(of_one, numbers(tmp_path / layout), strict=True):
             for name in ("loss", "grad_norm", "policy/teacher_kl"):
                 assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
+    (one,), (two,) = numbers(tmp_path / "two"), numbers(tmp_path / "two of two stages")
+    for name in ("loss", "grad_norm", "policy/teacher_kl"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_train_with_a_teacher_resumes(tmp_path):

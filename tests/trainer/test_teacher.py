@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pyrl_ext.data.files import DataError
+from pyrl_ext.data.mixed_prompts import MixedPrompts
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
@@ -80,6 +81,34 @@ def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
         assert not columns["advantages"][~mask].any()
 
 
+def test_each_source_has_its_teacher(tmp_path: Path):
+    models = {
+        "copied": teachers.write_dense(tmp_path / "dense"),
+        "sorted": teachers.write_sparse(tmp_path / "sparse"),
+    }
+    sources = f"{{copied: {{task: copy}}, sorted: {{task: sort, teacher: {tmp_path / 'sparse'}}}}}"
+    plan = plan_with(
+        tmp_path / "dense", "data.task=null", "data.task_options={}", f"data.sources={sources}"
+    )
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        samples = [*rollout.samples]
+        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+        found = shard.columns["teacher_logprobs"].double()
+        rows = torch.from_numpy(shard.lengths.sample_of(shard.rows.tokens))
+        prompts = step.rollouts.source.prompts
+        assert isinstance(prompts, MixedPrompts)
+        taught = [prompts.source_of(sample.prompt_id) for sample in samples]
+        for number, sample in enumerate(samples):
+            want = teachers.logprobs(models[taught[number]], sample.tokens)
+            assert torch.allclose(found[rows == number], want, atol=2e-4)
+    assert {*taught} == {*models}
+    memory = {item.name for stage in stage_memory(plan) for item in stage.items}
+    assert {"teacher", "teacher 2"} <= memory
+
+
 def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_built(tmp_path: Path):
     folder = tmp_path / "teacher"
     teachers.write_dense(folder)
@@ -100,7 +129,7 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
         item.bytes for stage in stage_memory(plan) for item in stage.items if item.name == "teacher"
     ]
     assert sum(held) == 4 * sum(weight.numel() for weight in model.parameters())
-    assert Plan.from_json(plan.to_json()).teacher_plan == plan.teacher_plan
+    assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
     assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
 
 

@@ -113,10 +113,11 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     if plan.model.fp8:
         why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
         yield Item("8-bit weights", 2 * held, PASSES, why, exact=False)
-    if (teacher := plan.teacher_plan) is not None:
+    for number, (name, teacher) in enumerate(plan.teacher_plans.items(), 1):
         count = held_on_rank(teacher, stage)
-        why = f"{teacher.weight_bytes} bytes a parameter ({count:,}) of {plan.teacher.model}"
-        yield Item("teacher", teacher.weight_bytes * count, MEMORY_PHASES, why)
+        why = f"{teacher.weight_bytes} bytes a parameter ({count:,}) of {name}"
+        item = "teacher" if number == 1 else f"teacher {number}"
+        yield Item(item, teacher.weight_bytes * count, MEMORY_PHASES, why)
     for encoder in encoders(plan):
         if encoder.shared and stage == 0:
             yield from _encoder_items(encoder, 0)

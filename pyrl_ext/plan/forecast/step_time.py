@@ -84,17 +84,17 @@ def step_time(plan: Plan) -> StepTime | None:
         *_phase("rollout", rollout_costs(plan, gpu)),
         *_phase("old_logprobs", scored),
         *_phase("ref_logprobs", scored if plan.objective.kl_coef else ()),
-        *_phase("teacher_logprobs", _teacher(plan, gpu)),
+        *_phase("teacher_logprobs", _teachers(plan, gpu)),
         *_phase("update", added(epoch * plan.batching.epochs)),
     )
     peak = plan.world_size * gpu.flops["fp8" if plan.model.fp8 else plan.model.dtype]
     return StepTime(costs, update_flops(plan), peak, tuple(_assumed(plan)))
 
 
-def _teacher(plan: Plan, gpu: Gpu) -> Iterable[Spent]:
-    """The pass of the teacher."""
-    teacher = plan.teacher_plan
-    return () if teacher is None else pass_costs(Passes(teacher, gpu), step_rounds(plan), ["score"])
+def _teachers(plan: Plan, gpu: Gpu) -> Iterable[Spent]:
+    """The passes of the teachers, each over all samples."""
+    for teacher in plan.teacher_plans.values():
+        yield from pass_costs(Passes(teacher, gpu), step_rounds(plan), ["score"])
 
 
 def _phase(phase: str, costs: Iterable[Spent]) -> Iterator[Spent]:

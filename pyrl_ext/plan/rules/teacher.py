@@ -1,4 +1,4 @@
-"""The teacher: what reads it, and what excludes it."""
+"""Teachers: what reads them, and what excludes them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,38 @@ from pyrl_ext.plan.rules._rule import Found, rule
 
 @rule("teacher.model")
 def a_teacher_is_asked_for(plan: Plan) -> Found:
-    if plan.teacher.model is not None and not plan.objective.distill_coef:
+    if plan.teacher.model is None:
+        return None
+    value = show(plan.teacher.model)
+    if not plan.objective.distill_coef:
         rule = "expected objective.distill_coef above 0, or objective: opd; nothing else reads it"
-        return f"{show(plan.teacher.model)} with objective.distill_coef 0, {rule}"
+        return f"{value} with objective.distill_coef 0, {rule}"
+    if plan.data.sources and all(each.teacher for each in plan.data.sources.values()):
+        return f"{value} with a teacher in each of data.sources, expected it left out"
+    return None
+
+
+@rule("data.sources")
+def a_teacher_of_a_source_is_asked_for(plan: Plan) -> Found:
+    for name, keys in plan.data.sources.items():
+        if keys.teacher is not None and not plan.objective.distill_coef:
+            rule = "expected objective.distill_coef above 0; nothing else reads it"
+            yield f"{name}.teacher", f"{show(keys.teacher)} with objective.distill_coef 0, {rule}"
 
 
 @rule("teacher.dtype")
 def a_dtype_is_of_a_teacher(plan: Plan) -> Found:
-    if plan.teacher.dtype is not None and plan.teacher.model is None:
+    if plan.teacher.dtype is not None and not plan.teachers:
         return f"{plan.teacher.dtype} without teacher.model, expected it left out"
 
 
 @rule("objective")
 def distillation_has_a_teacher(plan: Plan) -> Found:
     objective = plan.objective
-    if objective.distill_coef and plan.teacher.model is None:
-        value = f"{objective.distill_coef:g} without a teacher"
+    untaught = [name for name in plan.data.sources or [""] if name not in plan.teachers]
+    if objective.distill_coef and untaught:
+        of = f" of data.sources {', '.join(untaught)}" if plan.data.sources else ""
+        value = f"{objective.distill_coef:g} without a teacher{of}"
         yield "distill_coef", f"{value}, expected teacher.model: the folder or hub id of a model"
     if objective.distill_clip is not None and not objective.distill_coef:
         value = f"{objective.distill_clip:g} without distill_coef"
@@ -38,20 +54,21 @@ def distillation_has_a_teacher(plan: Plan) -> Found:
         yield "dynamic_sampling", f"{rounds} with advantage none, {rule}"
 
 
-@rule("teacher.model")
-def the_teacher_scores_all_of_the_vocabulary(plan: Plan) -> Found:
-    if plan.teacher.model is None or not plan.trains_on_sampling_mask:
+@rule("objective.distill_coef")
+def teachers_score_all_of_the_vocabulary(plan: Plan) -> Found:
+    if not plan.objective.distill_coef or not plan.trains_on_sampling_mask:
         return None
     rollout = plan.rollout
     return (
-        f"{show(plan.teacher.model)} with rollout.top_p {rollout.top_p:g} and rollout.top_k "
+        f"{plan.objective.distill_coef:g} with rollout.top_p {rollout.top_p:g} and rollout.top_k "
         f"{rollout.top_k}, expected 1 and 0; the policy's log-probs would be of the tokens that "
         "were kept alone, and the teacher's of all"
     )
 
 
-@rule("teacher.model")
-def the_teacher_reads_text(plan: Plan) -> Found:
-    if plan.teacher.model is not None and plan.modules:
+@rule("objective.distill_coef")
+def teachers_read_text(plan: Plan) -> Found:
+    if plan.objective.distill_coef and plan.modules:
         names = ", ".join(plan.modules)
-        return f"{show(plan.teacher.model)} with modules {names}, expected none; it sees no images"
+        what = f"{plan.objective.distill_coef:g} with modules {names}"
+        return f"{what}, expected none; teachers see no images"

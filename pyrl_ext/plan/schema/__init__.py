@@ -316,6 +316,8 @@ class SourceKeys(PromptKeys):
     null: a trajectory is one response, which the reward scores"""
     environment_options: dict[str, Any] = Field({})
     """keyword arguments of the environment's class"""
+    teacher: Folder | None = None
+    """folder or hub id of the model that teaches these prompts; null: teacher.model"""
 
 
 class Data(PromptKeys):
@@ -326,7 +328,7 @@ class Data(PromptKeys):
     reward, as above; weight, its share of the prompts relative to other sources (default 1); for a
     task levels, a list of options over task_options, the easiest first, and rise_at, the mean
     reward of a step at which the next level begins; with turns.environment sources, environment
-    and environment_options in place of a reward"""
+    and environment_options in place of a reward; teacher in place of teacher.model"""
     reward_timeout: Rate | None = None
     """longest time that a call of the reward function may take [seconds]; null: no limit"""
     reward_workers: Positive = 1
