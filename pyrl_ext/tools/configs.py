@@ -18,6 +18,7 @@ from pathlib import Path
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import load
 from pyrl_ext.plan.language.resolve import is_path, texts
+from pyrl_ext.plan.schema.turns import VERIFIERS
 from pyrl_ext.plan.shipped import (
     config_file,
     config_name,
@@ -25,6 +26,7 @@ from pyrl_ext.plan.shipped import (
     first_sentence,
     shipped_folder,
 )
+from pyrl_ext.plan.tasksets import taskset_module
 
 _FUNCTION = re.compile(r"(configs(?:\.\w+)+):\w+")
 
@@ -42,6 +44,8 @@ def files_of(config: Path) -> set[Path]:
     for key, text in texts(source.tree):
         if function := _FUNCTION.fullmatch(text):
             path = shipped_folder() / f"{function[1].replace('.', '/')}.py"
+        elif text.startswith(VERIFIERS):
+            path = config.parent / f"{taskset_module(text.removeprefix(VERIFIERS))}.py"
         elif is_path(key):
             path = Path(config.parent / text).resolve()
         else:
