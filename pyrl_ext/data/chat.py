@@ -137,7 +137,7 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
 
 
 def apply_template(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
-    """What the tokenizer's chat template makes of messages. Raises: Broken where it raises."""
+    """Render messages by the tokenizer's chat template. Raises: Broken if the template fails."""
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates raise what they like

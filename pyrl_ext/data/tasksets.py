@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from importlib import import_module
 from importlib.util import find_spec
@@ -111,11 +111,8 @@ class _Taskset:
         self._stack = AsyncExitStack()
         self._served: asyncio.Task[Any] | None = None
 
-    def __call__(self, call: AgentCall, stop: Stop) -> Awaitable[dict[str, float]]:
+    async def __call__(self, call: AgentCall, stop: Stop) -> dict[str, float]:
         """Play a task: the reward and the metrics of the taskset. Raises: CallFailed."""
-        return self._play(call)
-
-    async def _play(self, call: AgentCall) -> dict[str, float]:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         task = self.tasks.get((call.prompt.meta or {}).get("task", ""))

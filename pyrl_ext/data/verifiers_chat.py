@@ -90,7 +90,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 
 async def _result(call: Any, servers: Any, places: Any) -> Any:
-    """What a tool answers; for a call that is none, what is wrong with it."""
+    """Call a tool and return its result, or an error message if the call is invalid."""
     if call.name not in places:
         return f"no tool {call.name!r}, expected {' or '.join(places)}"
     try:

@@ -207,24 +207,41 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         family = draft.model.family
     except InvalidField:  # reported already; rules on sizes need none
         family = None
+    hf = _checked_hf(source, ("model", "config"), path, family, reports_family=family is not None)
+    if hf is not None:
+        draft.learn(hf)
+
+
+def _checked_hf(
+    source: Source, key: Key, path: str, family: str | None = None, reports_family: bool = True
+) -> dict[str, Any] | None:
+    """The HF config at `path`, or None after recording its problem at `key`.
+
+    Args:
+        family: expected model_type; None: any that is built
+        reports_family: False: a model_type that is not built is already recorded at another key
+    """
     shown = rules.relative(path)
     try:
         hf = _read_json(path, shown)
+        given = f"model_type is {hf.get('model_type')!r}"
         if family is not None and hf.get("model_type") != family:
-            given = f"model_type is {hf.get('model_type')!r}"
             raise ValueError(f"{shown}: {given}, expected {family!r}, the model.family")
         if str(hf.get("model_type")) not in FAMILIES:
-            return  # reported with model.family
+            if not reports_family:
+                return None
+            raise ValueError(f"{shown}: {given}, expected one of {', '.join(FAMILIES)}")
         read_sizes(hf)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             name = ".".join(str(part) for part in each["loc"])
             message = f"{shown}: {name}: {describe({**each, 'loc': ('', name)})}"
-            source.report(("model", "config"), message)
+            source.report(key, message)
     except ValueError as error:
-        source.report(("model", "config"), str(error))
+        source.report(key, str(error))
     else:
-        draft.learn(hf)
+        return hf
+    return None
 
 
 def _read_teachers(source: Source, draft: PartialPlan) -> dict[str, dict[str, Any]]:
@@ -253,27 +270,11 @@ def _read_teacher(source: Source, key: Key, name: str) -> dict[str, Any] | None:
             source.report(key, f"{show(name)}: {of_hub.problem}")
             return None
         path = of_hub.path
-    shown = rules.relative(path)
-    try:
-        hf = _read_json(path, shown)
-        if str(hf.get("model_type")) not in FAMILIES:
-            given = f"{shown}: model_type is {hf.get('model_type')!r}"
-            raise ValueError(f"{given}, expected one of {', '.join(FAMILIES)}")
-        read_sizes(hf)
-    except ValidationError as error:
-        for each in error.errors(include_url=False):
-            place = ".".join(str(part) for part in each["loc"])
-            message = f"{shown}: {place}: {describe({**each, 'loc': ('', place)})}"
-            source.report(key, message)
-    except ValueError as error:
-        source.report(key, str(error))
-    else:
-        return hf
-    return None
+    return _checked_hf(source, key, path)
 
 
 def _teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What rules on models and layouts say about the teachers on the trainer's ranks."""
+    """The rules on models and layouts that teachers break on the trainer's ranks."""
     for name, teacher in plan.teacher_plans.items():
         where = "teacher.model"
         if name != plan.teacher.model:

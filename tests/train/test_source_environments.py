@@ -194,7 +194,7 @@ def test_a_source_without_an_environment_has_the_samples_of_a_run_without_enviro
 
 
 def test_two_ranks_have_the_rewards_of_one(tmp_path: Path):
-    """Of a first step, whose draws do not follow from rounding."""
+    """Compare the first step, whose samples do not depend on rounding."""
     config = write_config(tmp_path)
     common = [*QUICK[:2], "steps=1", "evaluate.every=0", "rollout.record=rollouts"]
     assert run(config, tmp_path / "one", *common) == 0

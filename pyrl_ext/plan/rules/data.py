@@ -94,9 +94,7 @@ def each_source_is_evaluated(plan: Plan) -> Found:
 @rule("data")
 def prompts_need_a_reward(plan: Plan) -> Found:
     for name, keys in plan.prompt_keys.items():
-        given = keys.reward is not None
-        if plan.turns.kind is not None and not plan.turns.by_source:
-            given = True
+        given = keys.reward is not None or plan.turns.rewards_all
         if isinstance(keys, SourceKeys) and keys.environment is not None:
             given = True
         if keys.task is None and keys.prompts is not None and not given:

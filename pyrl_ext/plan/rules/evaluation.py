@@ -69,8 +69,7 @@ def sets_can_be_read(plan: Plan) -> Found:
             continue
         if message := data_file_problem(plan, each.file):
             yield f"{key}.file", message
-        one_gives_all = plan.turns.kind is not None and not plan.turns.by_source
-        if each.reward is not None and one_gives_all:
+        if each.reward is not None and plan.turns.rewards_all:
             yield (
                 f"{key}.reward",
                 f"set, expected it left out: turns.{plan.turns.kind} gives rewards",

@@ -127,12 +127,10 @@ def one_sample_is_merged(plan: Plan) -> Found:
 @rule("turns")
 def the_environment_gives_the_reward(plan: Plan) -> Found:
     turns = plan.turns
-    if turns.by_source:
-        return
     for name in ("task", "reward"):
-        if turns.kind is not None and getattr(plan.data, name) is not None:
+        if turns.rewards_all and getattr(plan.data, name) is not None:
             what = f"{turns.name} with data.{name} {getattr(plan.data, name)}"
-            yield turns.kind, f"{what}, expected only one of them; each brings rewards"
+            yield str(turns.kind), f"{what}, expected only one of them; each brings rewards"
 
 
 @rule("turns.environment")

@@ -115,6 +115,11 @@ class Turns(Section):
         return self.environment == BY_SOURCE
 
     @property
+    def rewards_all(self) -> bool:
+        """True if one environment or agent rewards all prompts."""
+        return self.kind is not None and not self.by_source
+
+    @property
     def name(self) -> str:
         """Name of the environment, of the agent's function or of its program."""
         return self.environment or self.agent or " ".join(self.command[:1])

@@ -367,7 +367,7 @@ def _frozen(plan: Plan) -> str:
 
 
 def _driven_by(plan: Plan) -> str:
-    """What answers or calls the policy."""
+    """Lines on the environments, or on the agent."""
     if not plan.turns.by_source:
         return plan.turns.name
     return ", ".join(f"{each.name} for {source}" for source, each in plan.environments.items())

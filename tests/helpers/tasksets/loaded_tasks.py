@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 
 class LoadedConfig(vf.TasksetConfig):
-    """What loading does, the number of tasks, and what their setup does."""
+    """Settings: how the taskset loads, its number of tasks, and how they set up."""
 
     does: str = "counts"
     tasks: int = 3

@@ -9,25 +9,18 @@ import pytest
 
 from pyrl_ext import train
 from pyrl_ext.rollout.recorded import load_samples
+from tests.helpers.agent_program import SAY
 from tests.helpers.guess_calls import write_config
 from tests.helpers.rows import rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 # no package: what a program in another language would do
-PROGRAM = """
-import json, os, sys, urllib.request
-
+PROGRAM = (
+    SAY
+    + """
 prompt = json.loads(sys.stdin.readline())
 assert prompt["text"] == os.environ["PYRL_PROMPT"]
-
-def say(messages):
-    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
-    key = os.environ["OPENAI_API_KEY"]
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
-        return json.load(answer)["choices"][0]["message"]
 
 messages = [{"role": "user", "content": prompt["text"]}]
 said = say(messages)
@@ -35,6 +28,7 @@ again = say([*messages, said, {"role": "user", "content": "+"}])
 print("some noise")
 print(json.dumps({"first": 0.5 * (said["content"] == str(prompt["answer"])), "again": 0.25}))
 """
+)
 
 
 def test_a_command_is_trained_on(tmp_path: Path):

@@ -18,6 +18,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.samples import Sample
+from tests.helpers.agent_program import SAY
 from tests.helpers.conversations import TOKENIZER
 from tests.helpers.rows import rows_of
 from tests.helpers.server_processes import SelfSignal, ServerProcess
@@ -119,17 +120,9 @@ AGENTS = (
 )
 PLAYED = "turns.agent=tests.helpers.played_agents:capitals", "turns.options={}"
 # what the agent above does, in a program that knows no package
-PROGRAM = """
-import json, os, urllib.request
-
-def say(messages):
-    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
-    key = os.environ["OPENAI_API_KEY"]
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
-        return json.load(answer)["choices"][0]["message"]
-
+PROGRAM = (
+    SAY
+    + """
 messages = [{"role": "user", "content": os.environ["PYRL_PROMPT"]}]
 count = 0
 for _ in range(3):
@@ -138,10 +131,11 @@ for _ in range(3):
     messages += [said, {"role": "user", "content": "+"}]
 print(count)
 """
+)
 
 
 def with_agents(folder: Path, *overrides: str) -> str:
-    """What a run with agents printed to stderr; it leaves no process and no thread."""
+    """Run agents, check that no process and no thread is left, and return the stderr."""
     here = psutil.Process()
     before = {process.pid for process in here.children(recursive=True)}
     config = CONFIG.parent / "examples/agent.yaml"
