@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import psutil
 
 from pyrl_ext.data.rewards import read_reward
-from pyrl_ext.data.workers import CallFailed
+from pyrl_ext.data.workers import CallFailed, descendants, kill_all
 from pyrl_ext.parallel.open_files import allow_open_files
 from pyrl_ext.parallel.user_code import describe, load_callable, load_function, shown
 from pyrl_ext.prompt import Prompt
@@ -403,12 +403,7 @@ def _read(pipes: selectors.BaseSelector, goes_on: Callable[[], bool]) -> None:
 def _kill(command: psutil.Process, key: str) -> None:
     """Kill a command and all processes below it; also those whose parent has ended, which have its
     API key in their environment."""
-    processes = [command]
-    with suppress(psutil.Error):  # it has ended
-        processes += command.children(recursive=True)
-    for process in processes:
-        with suppress(psutil.Error):
-            process.kill()
+    kill_all([command, *descendants(command)])
     mark = f"OPENAI_API_KEY={key}".encode()
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):  # it has ended, or belongs to another user

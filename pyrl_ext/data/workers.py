@@ -133,18 +133,20 @@ def _end_with_pool(fd: int) -> None:
 
 def _end_process() -> None:
     """Kill this process, with those that it started."""
-    _kill(_below(os.getpid()))
+    kill_all(descendants(psutil.Process()))
     os.killpg(0, signal.SIGKILL)
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    """The processes that a process started, and those that they did, in any session."""
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that a process started, and those that they did, in any session; none if it has
+    ended."""
     with suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=True)
+        return process.children(recursive=True)
     return []
 
 
-def _kill(processes: Sequence[psutil.Process]) -> None:
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, some of which may have ended."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
@@ -313,10 +315,13 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process with all processes that it started."""
-        below = _below(self.process.pid) if self.process.poll() is None else []
+        below: list[psutil.Process] = []
+        if self.process.poll() is None:
+            with suppress(psutil.Error):  # it ends now
+                below = descendants(psutil.Process(self.process.pid))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        _kill(below)
+        kill_all(below)
 
 
 class Pool:

@@ -64,6 +64,7 @@ NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
 Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Dtype = Literal["float32", "bfloat16"]
 Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 
 
 def bounded(names: tuple[str, ...], what: str, most: int) -> Any:

@@ -13,6 +13,7 @@ from pyrl_ext.plan.language.fields import (
     MAX_SAMPLES,
     Count,
     Dtype,
+    Folder,
     NonNegative,
     Positive,
     Rate,
@@ -35,7 +36,6 @@ __all__ = ["Config", "Lora", "Module", "Objective", "Parallel", "Turns"]
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 File = Annotated[Text, RelativePath()]
-Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 Reward = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 
 

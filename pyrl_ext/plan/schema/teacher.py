@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pyrl_ext.plan.language.fields import Dtype, RelativePath, Section, Text
-
-Folder = Annotated[Text, RelativePath(or_hub_id=True)]
+from pyrl_ext.plan.language.fields import Dtype, Folder, Section
 
 
 class Teacher(Section):
