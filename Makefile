@@ -6,7 +6,7 @@ SEED   ?= 0
 STEPS  ?= 240
 BASE   ?= 40
 BASE_RUN := runs/tiny_base-$(BASE)
-FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
+FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob divergence \
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --durations 15

@@ -51,12 +51,15 @@ FAMILIES = {
     "linear_logprob": Family(
         "benchmarks.cases_linear:linear_logprob", "log-probs and entropies of hidden states"
     ),
+    "divergence": Family(
+        "benchmarks.cases_divergence:divergence", "divergence from a teacher, of hidden states"
+    ),
 }
 
 # Timed with glibc's own malloc, as a user runs them: what they are compared with needs much memory.
 # Others write a large result, and so as not to time the page faults of that malloc keeps what is
 # freed.
-FRESH_MEMORY = ("token_logprob", "linear_logprob")
+FRESH_MEMORY = ("token_logprob", "linear_logprob", "divergence")
 
 
 def cases_of(family: str) -> Callable[..., Iterator[Case]]:

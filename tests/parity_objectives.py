@@ -19,6 +19,7 @@ from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.pack.shard import TeacherHead
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
@@ -39,6 +40,7 @@ SPLITS = {
     n: [(*grid, m) for grid in GRIDS if math.prod(grid) == n for m in MICROBATCHES]
     for n in (1, 2, 4, 8)
 }
+TEACHER_WIDTH = 24
 FEW = {1: [(1, 1, 1, 1), (1, 1, 1, 8)], 4: [(2, 2, 1, 5), (1, 2, 2, 5)]}
 MORE: dict[str, dict[str, Any]] = {
     "every correction": {
@@ -47,6 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "prompt": {"reduction": "prompt", "loss": "cispo", "ratio": "sequence", "dual_clip": None},
     "a teacher and rewards": {"distill_coef": 0.3, "distill_clip": 0.5, "reduction": "sequence"},
+    **{kind: {"distill_coef": 0.3, "distill": kind} for kind in ("forward", "reverse")},
     "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward", "kl": "k2", "advantage": "rloo"},
 }
 # objectives of trajectories: (rows, group, reward) of each
@@ -89,8 +92,16 @@ def batch_of(plan: Plan, lengths: Sequence[int] = LENGTHS) -> WholeBatch:
         rollout_logprobs=near(old, 0.3),
         ref_logprobs=near(old, 0.3),
         teacher_logprobs=near(old, 0.6),
+        teacher_hidden=torch.randn(len(batch.tokens), TEACHER_WIDTH, generator=g),
         advantages=advantages.repeat_interleave(torch.tensor(lengths)),
     )
+
+
+def teacher_head(plan: Plan) -> TeacherHead:
+    """The LM head of a teacher with the policy's vocabulary."""
+    size = plan.sizes.vocab_size
+    g = torch.Generator().manual_seed(3)
+    return TeacherHead(torch.randn(size, TEACHER_WIDTH, generator=g), size)
 
 
 def schedule_of(samples: int, number: int, dp: int, cp: int) -> Schedule:
@@ -111,6 +122,8 @@ def result(
     sizes = policy.plan.parallel
     policy.llm.plan = plan.model_copy(update={"objective": objective})
     shard = passes.shard_of(policy, batch, schedule_of(len(index), number, sizes.dp, sizes.cp))
+    if objective.compares_distributions and shard.role.last_stage:
+        shard = replace(shard, teacher_head=teacher_head(plan))
     advantage = build_advantage(objective)
     shard, weighed = weigh_tokens(shard, index, policy.llm.plan, policy.topo, advantage)
     metrics = policy.accumulate(shard, build_loss(objective))

@@ -25,6 +25,7 @@ def evaluate(
     rollout_logprobs: Numbers,
     ref_logprobs: Numbers | None = None,
     entropy: Numbers | None = None,
+    divergence: Numbers | None = None,
     advantages: Numbers,
     loss_mask: Sequence[bool] | Tensor,
     lengths: Sequence[int],
@@ -37,6 +38,7 @@ def evaluate(
         objective: name of a preset, or the ``objective`` section as in YAML.
         logprobs, old_logprobs, rollout_logprobs, ref_logprobs, entropy: [T], sample after sample,
             of the policy now, before the update, of the engine, and of the reference [nats].
+        divergence: [T] of the policy now from a teacher (``distill``) [nats].
         advantages: [T], or [S] one a sample.
         loss_mask: [T].
         lengths: [S] rows of each sample; their sum is T.
@@ -54,6 +56,7 @@ def evaluate(
         advantages = torch.as_tensor(advantages, dtype=torch.float64)[samples]
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     given |= dict(rollout_logprobs=rollout_logprobs, advantages=advantages, loss_mask=loss_mask)
+    given |= dict(divergence=divergence)
     known: dict[str, Any] = {name: _column(name, x, len(samples)) for name, x in given.items()}
     leaf = known.pop("logprobs").requires_grad_()
     spread = _column("entropy", entropy, len(samples))

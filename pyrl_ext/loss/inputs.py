@@ -88,6 +88,8 @@ class LossInputs:
         sequences: means over whole sequences; None: no part needs them.
         ages: [T, A] bool, whether the token is of age 0 .. A - 1 (`rollout.ahead`), for metrics;
             None: no token is old.
+        divergence: float32 with gradient, of the policy now from the teacher (`objective.distill`)
+            [nats]; None: there is none.
     """
 
     old_logprobs: Tensor
@@ -99,6 +101,7 @@ class LossInputs:
     corrections: Tensor | None = None
     sequences: Sequences | None = None
     ages: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:

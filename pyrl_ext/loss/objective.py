@@ -1,7 +1,8 @@
 """The objective made of named parts, as the loss of a pass.
 
-``sum over loss tokens of  u (c P + kl_coef K - entropy_coef H)``: P the policy term of the ratio, c
-the corrections' weight, K the KL term, H the entropy, u the reduction's weight. Each part is one
+``sum over loss tokens of  u (c P + kl_coef K + distill_coef D - entropy_coef H)``: P the policy
+term of the ratio, c the corrections' weight, K the KL term, D the divergence from a teacher, H the
+entropy, u the reduction's weight. Each part is one
 function and reads no other: `pyrl_ext.loss.objective`, `policy_terms`, `kl`, `corrections`,
 `reductions`, `advantages`.
 """
@@ -79,6 +80,12 @@ def policy_loss(
             parts["loss/entropy"] = -config.entropy_coef * metrics["policy/entropy"]
     elif config.entropy_coef:
         raise ValueError(missing_input("entropy_coef", config.entropy_coef, "entropy"))
+    if config.compares_distributions:
+        if fields.divergence is None:
+            raise ValueError(missing_input("distill_coef", config.distill_coef, "divergence"))
+        divergence = masked(fields.divergence, mask)
+        metrics["policy/divergence"] = divergence.detach()
+        parts["loss/distill"] = config.distill_coef * divergence
     loss, count, sums = _summed(fields, parts, metrics | {"policy/guarded_fraction": guarded})
     return loss, count, sums | _by_age(fields, clipped)
 

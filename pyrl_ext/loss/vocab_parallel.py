@@ -24,13 +24,13 @@ from pyrl_ext.ops.tensors import accum_dtype
 
 
 def gather_shards(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Statistics [4, T] of this rank's shard -> [R, 4, T] of all ranks.
+    """Statistics [n, T] of this rank's shard -> [R, n, T] of all ranks.
 
-    Communicates: one all-gather of [4, T] over ``group``; nothing for None or one rank.
+    Communicates: one all-gather of [n, T] over ``group``; nothing for None or one rank.
     """
     if group is None or group.size() == 1:
         return stats[None]
-    shards = stats.new_empty(group.size() * 4, stats.shape[1])
+    shards = stats.new_empty(group.size() * len(stats), stats.shape[1])
     dist.all_gather_into_tensor(shards, stats.contiguous(), group=group)
     return shards.view(group.size(), *stats.shape)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss
+from pyrl_ext.loss.fused_head.divergence import Teacher
 from pyrl_ext.loss.inputs import LossFn, LossInputs, Sums
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.pack.microbatch import Microbatch
@@ -83,7 +84,57 @@ def score_tokens(
             return linear_logprob(*of_head, group, cache_bytes=cache, **common)
         assert micro.inputs is not None  # the head is on the last stage
         parts = _Parts(loss, micro.inputs)
+        if micro.teacher is not None:
+            hidden, head = micro.teacher
+            kind = plan.objective.distill
+            common["teacher"] = Teacher(hidden, *head, kind, plan.objective.distill_share)
         return linear_logprob_loss(*of_head, parts, group, **common), parts.count, parts.sums
+
+
+class TeacherOutput:
+    """Takes a teacher's hidden states in place of its log-probs, as an ``output_processor``.
+
+    Attributes:
+        head: the LM head of this rank [V_t / tp, H_t]; None before the first microbatch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.head: Tensor | None = None
+
+    def __call__(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
+    ) -> tuple[Tensor]:
+        """[M, H_t] of all rows of the microbatch.
+
+        Communicates: with sequence parallelism an all-gather over ``group``.
+        """
+        self.head = output_layer.weight if output_weight is None else output_weight
+        hidden = hidden_states.flatten(0, 1)
+        if not output_layer.sequence_parallel or self.group.size() == 1:
+            return (hidden,)
+        whole = hidden.new_empty(self.group.size() * len(hidden), hidden.shape[1])
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
+        return (whole,)
+
+    def head_for(self, columns: int) -> Tensor:
+        """The rows of the head [columns, H_t] for this rank's shard of a vocabulary that is
+        padded differently.
+
+        Communicates: an all-gather of the head over ``group``, if the shards differ.
+        """
+        assert self.head is not None  # every pass has a microbatch, if only of padding
+        rows = self.head.detach()
+        size = self.group.size()
+        if size > 1 and len(rows) != columns:
+            whole = rows.new_empty(size * len(rows), rows.shape[1])
+            dist.all_gather_into_tensor(whole, rows.contiguous(), group=self.group)
+            first = self.group.rank() * columns
+            rows = whole[first : first + columns].clone()
+        rows = rows[:columns]
+        if len(rows) == columns:
+            return rows
+        return torch.cat([rows, rows.new_zeros(columns - len(rows), rows.shape[1])])
 
 
 class _Parts:
@@ -95,9 +146,12 @@ class _Parts:
         self.count: Any = 0
         self.sums: Sums = {}
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, tokens: Tensor, divergence: Tensor | None = None
+    ) -> Tensor:
         given = ((f.name, getattr(self.inputs, f.name)) for f in fields(self.inputs))
         taken: dict[str, Any] = {n: None if x is None else x[tokens] for n, x in given}
+        taken["divergence"] = divergence
         total, count, sums = self.loss(logprobs, entropy, LossInputs(**taken))
         self.count = self.count + count
         for name, (value, number) in sums.items():

@@ -35,7 +35,7 @@ def build_chunks(plan: Plan, topo: Topology) -> list[Module]:
                 config,
                 block,
                 mtp_block_spec=mtp_spec(config, stage),
-                vocab_size=-(-sizes.vocab_size // topo.tp_size) * topo.tp_size,
+                vocab_size=plan.vocab_columns * topo.tp_size,
                 max_sequence_length=sizes.max_position_embeddings,
                 pre_process=topo.is_first_stage and stage in (None, 0),
                 post_process=topo.is_last_stage and stage in (None, stages[-1]),

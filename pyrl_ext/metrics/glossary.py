@@ -89,6 +89,7 @@ _METRICS = (
     ),
     Metric("loss/policy", "1", "Part of loss from the policy term."),
     Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * the KL term."),
+    Metric("loss/distill", "1", "Part of loss from the teacher: distill_coef * the divergence."),
     Metric("loss/entropy", "1", "Part of loss from the bonus: -entropy_coef * policy/entropy."),
     Metric(
         "mtp_loss",
@@ -188,6 +189,11 @@ _METRICS = (
         "Mean of the estimate objective.kl, of k = logprob - ref_logprob.",
         None,
         _K3,
+    ),
+    Metric(
+        "policy/divergence",
+        "nat",
+        "Mean divergence from the teacher's distribution (objective.distill), in the update.",
     ),
     Metric(
         "policy/teacher_kl",

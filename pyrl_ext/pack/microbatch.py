@@ -19,7 +19,7 @@ from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import layout_of
-from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.pack.shard import BatchShard, TeacherHead
 from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
 
@@ -32,6 +32,7 @@ _SCORES = (
     "corrections",
     "shares",
     "ages",
+    "teacher_hidden",
 )
 
 
@@ -73,6 +74,8 @@ class Microbatch:
         loss_rows: [1 + D] by depth, int64 on the host: the local rows of loss tokens.
         kept:      [M] sets that the next tokens were drawn from, in this rank's shard of the
             vocabulary; None: from all of it.
+        teacher:   hidden states [M, H_t] and LM head of the teacher whose distributions the policy
+            is compared with; None: there is none.
     """
 
     place: RankCoords
@@ -87,6 +90,7 @@ class Microbatch:
     mtp: tuple[MTPInputs, ...] = ()
     loss_rows: tuple[Tensor, ...] = ()
     kept: KeptSets | None = None
+    teacher: tuple[Tensor, TeacherHead] | None = None
 
     @classmethod
     def of(
@@ -137,6 +141,9 @@ class Microbatch:
         if shard.role.last_stage:
             inputs = _loss_inputs(here, place, max(1, len(group.samples)))
         kept = shard.kept(number)
+        teacher = None
+        if shard.teacher_head is not None:
+            teacher = here["teacher_hidden"], shard.teacher_head
         return cls(
             place=place,
             layout=layout,
@@ -150,6 +157,7 @@ class Microbatch:
             mtp=tuple(mtp),
             loss_rows=tuple(on_host[mask].nonzero()[:, 0] for mask in masks),
             kept=None if kept is None else kept.select(local),
+            teacher=teacher,
         )
 
 

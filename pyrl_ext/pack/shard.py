@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,18 @@ from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.encoder_work import ShardImages
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
 from pyrl_ext.pack.schedule import Schedule
+
+
+class TeacherHead(NamedTuple):
+    """The LM head of a teacher on a rank.
+
+    Args:
+        weight: [V_local, H_t] on the rank's device, the columns of the policy's shard.
+        vocab_size: columns of all ranks that are no padding.
+    """
+
+    weight: Tensor
+    vocab_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +40,9 @@ class BatchShard:
         stored:      name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
             ``loss_mask_<d>`` bool, where d is the depth of an MTP layer, 0 the next token; on the
             last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``,
-            ``teacher_logprobs`` float32. ``routes`` [R, l, K] of the role's layers and
-            ``route_mask`` [R] describe the routers' rows. All are on the host; rows that `wait` was
-            not called for may be on their way.
+            ``teacher_logprobs`` float32, ``teacher_hidden`` [N, H_t]. ``routes`` [R, l, K] of the
+            role's layers and ``route_mask`` [R] describe the routers' rows. All are on the host;
+            rows that `wait` was not called for may be on their way.
         layer_ids:   ids of all layers that the samples have routes of.
         loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
         images:      by the encoder's name.
@@ -37,6 +50,7 @@ class BatchShard:
         kept_of:     returns the kept sets of the rows of a microbatch of the step, which are there;
             None: log-probs are of all of the vocabulary, or this is not the last stage.
         first:       number in the step of the first microbatch.
+        teacher_head: for ``teacher_hidden``; None: no distributions are compared.
     """
 
     schedule: Schedule
@@ -51,6 +65,7 @@ class BatchShard:
     wait_for: Callable[[int], None] = lambda microbatch: None
     kept_of: Callable[[int], KeptSets] | None = None
     first: int = 0
+    teacher_head: TeacherHead | None = None
 
     def wait(self, microbatch: int) -> None:
         """Return once the rows of ``microbatch``, and of those before it, are there.

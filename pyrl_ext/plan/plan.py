@@ -190,6 +190,17 @@ class Plan(Config):
         return self.has_rollouts and truncated and not rollout.accept_truncated_sampling
 
     @property
+    def loss_in_chunk(self) -> bool:
+        """True if the loss runs inside each chunk of the LM head, as distributions are compared
+        there."""
+        return self.logprob.loss_in_chunk or self.objective.compares_distributions
+
+    @property
+    def vocab_columns(self) -> int:
+        """Columns of a rank's shard of the vocabulary, padding included."""
+        return -(-self.sizes.vocab_size // self.parallel.tp)
+
+    @property
     def samples(self) -> int:
         """Samples of a step."""
         return self.batching.samples or self.batching.prompts * self.batching.samples_per_prompt

@@ -16,13 +16,13 @@ from torch.profiler import record_function
 
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.megatron.logprob_head import score_tokens
+from pyrl_ext.megatron.logprob_head import TeacherOutput, score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
 from pyrl_ext.ops.tensors import on_gpu, to_device
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.pack.shard import BatchShard, TeacherHead
 from pyrl_ext.parallel.buckets import BucketStream
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
@@ -257,6 +257,39 @@ class Policy:
         logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
         return Scores(logprobs, entropy, agreement, recorded)
 
+    def hidden_states(self, shard: BatchShard, columns: int) -> tuple[Tensor, TeacherHead] | None:
+        """What the LM head of this policy, a teacher, gets for every row of ``shard``, and the head
+        itself; None before the last stage.
+
+        Args:
+            columns: of the student's shard of the vocabulary.
+
+        Returns: [N, H] in the model's dtype on the host; the head with ``columns`` rows.
+        Syncs: waits for the hidden states.
+        """
+        self.need("weights")
+        self._need_stream("hidden_states")
+        taken = TeacherOutput(self.topo.groups.tp)
+        parts: list[Tensor] = []
+        device = self.topo.device
+
+        def reduce(micro: Microbatch, output: tuple[Tensor], _mtp: list[Tensor]) -> Reduced:
+            real = to_device((micro.at >= 0).nonzero()[:, 0], device)
+            rows = output[0].index_select(0, real)
+            here = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_gpu(device))
+            parts.append(here.copy_(rows, non_blocking=True))
+            return rows.new_zeros(()), real.new_ones((), dtype=torch.int32), None
+
+        self._set_training(False)
+        with torch.no_grad(), self.module.replay.session(False):
+            self._run(shard, reduce, False, forward_only=True, output=taken)
+        if not shard.role.last_stage:
+            return None
+        head = taken.head_for(columns)
+        if on_gpu(device):
+            torch.get_device_module(device).synchronize(device)
+        return torch.cat(parts), TeacherHead(head, self.plan.sizes.vocab_size)
+
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
         """[N, 2] values of the rows of a shard; [0, 2] before the last stage.
 
@@ -331,7 +364,7 @@ class Policy:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.need("weights", "gradients")
         self._need_stream("accumulate")
-        in_chunk = loss if self.plan.logprob.loss_in_chunk else None
+        in_chunk = loss if self.plan.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple[Any, ...], mtp: list[Tensor]) -> Reduced:
             assert micro.inputs is not None  # the last stage has them
@@ -382,6 +415,7 @@ class Policy:
         replayed: bool,
         forward_only: bool = False,
         in_chunk: LossFn | None = None,
+        output: TeacherOutput | None = None,
     ) -> list[Any]:
         """Run megatron's schedule over the microbatches of ``shard``.
 
@@ -392,6 +426,7 @@ class Policy:
                 log-probs of each MTP depth; returns (loss sum, token count, anything).
             in_chunk: a loss to compute chunk by chunk in the LM head; ``reduce`` then gets its
                 result in place of the log-probs.
+            output: takes hidden states in place of log-probs; ``reduce`` gets its result.
 
         Returns: the last thing that ``reduce`` returned, for each microbatch; [] on other stages
             and of encoders.
@@ -407,7 +442,7 @@ class Policy:
         else:
             prefetch = self._prefetch(shard, replayed, depths)
             images = Features(self.modules, edges, shard)
-            parts = self._run_llm(prefetch, images, reduce, forward_only, in_chunk)
+            parts = self._run_llm(prefetch, images, reduce, forward_only, in_chunk, output)
         for edge in self.edges.values():
             edge.finish()
         return parts
@@ -419,6 +454,7 @@ class Policy:
         reduce: Callable[..., Reduced],
         forward_only: bool,
         in_chunk: LossFn | None,
+        output_processor: TeacherOutput | None,
     ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -432,7 +468,9 @@ class Policy:
             tokens = micro.tokens[None]
             positions = packed.positions[None]
             every = forward_only or not self.plan.objective.is_token_wise
-            head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
+            head = output_processor
+            if head is None:
+                head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
             more: dict[str, Any] = {"packed_seq_params": packed, "output_processor": head}
             if images.edges:
                 packed.ahead = images.next(index)

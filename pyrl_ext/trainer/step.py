@@ -378,7 +378,10 @@ class RolloutStep(Step):
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
         if self.teachers:
             with phase("time/teacher_logprobs"):
-                columns["teacher_logprobs"] = self._teacher_logprobs(shard, index)
+                if self.plan.objective.compares_distributions:
+                    shard = self._with_teacher_states(shard)
+                else:
+                    columns["teacher_logprobs"] = self._teacher_logprobs(shard, index)
         if shard.role.last_stage:
             if self.plan.rollout.ahead:
                 columns["ages"] = ages_of(shard, self.number, self.plan)
@@ -425,6 +428,15 @@ class RolloutStep(Step):
         for name, scores in scored[1:]:
             found = torch.where(torch.from_numpy(of_row == name), scores.logprobs, found)
         return found
+
+    def _with_teacher_states(self, shard: BatchShard) -> BatchShard:
+        """With the hidden states of the rows and the LM head of the teacher on the last stage."""
+        (teacher,) = self.teachers.values()  # a rule refuses several
+        found = teacher.hidden_states(shard, self.plan.vocab_columns)
+        if found is None:
+            return shard
+        hidden, head = found
+        return replace(shard.with_columns(teacher_hidden=hidden), teacher_head=head)
 
     def _reference_scores(self, shard: BatchShard) -> Scores:
         replay = self.plan.replay.reference

@@ -27,7 +27,7 @@ def weigh_tokens(
 
     Args:
         shard: with ``old_logprobs``, and ``ref_logprobs`` and ``teacher_logprobs`` where there is
-            a reference and a teacher.
+            a reference and a teacher of sampled tokens.
 
     Returns: with more columns on the last stage: ``weights`` of the reduction, ``corrections``,
         ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``), with
@@ -69,7 +69,7 @@ def weigh_tokens(
         less = replace(scored, rewards=scored.rewards - off)
         columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
-    if objective.distill_coef:
+    if objective.distill_coef and objective.distill == "sampled":
         gap = masked(here.get("teacher_logprobs", none) - old, mask)
         limit = objective.distill_clip
         taught = gap if limit is None else gap.clamp(-limit, limit)

@@ -20,6 +20,7 @@ class Minibatch:
     entropy: list[list[float]]
     advantages: list[float]
     groups: list[int]
+    divergence: list[list[float]]
     counts: dict[str, int] = field(default_factory=dict)
     trajectories: list[int] | None = None
 
@@ -118,12 +119,14 @@ def sample_terms(
 
 
 def extras(c: Any, now: Any, frozen: Any, anchor: Any, m: Minibatch, i: int, t: int) -> float:
-    """KL and entropy of a token."""
+    """KL, entropy and divergence of a token."""
 
     def value(k: float) -> float:
         return {"k1": k, "k2": k * k / 2, "k3": math.exp(-k) - 1 + k}[c.kl]
 
     total = -c.entropy_coef * m.entropy[i][t]
+    if c.distill != "sampled":
+        total += c.distill_coef * m.divergence[i][t]
     if c.kl_coef and c.kl_in == "loss":
         k = now[t] - m.ref[i][t]
         k0 = frozen[t] - m.ref[i][t]
@@ -156,7 +159,8 @@ def draw(seed: int, samples: int = 6, scale: float = 0.4) -> tuple[list[list[flo
     advantages = torch.randn(samples, generator=gen, dtype=torch.float64).tolist()
     old = rows(now)
     groups = [i // 2 for i in range(samples)]
-    return now, Minibatch(mask, old, rows(old), rows(now), rows(), advantages, groups)
+    rest = rows(old), rows(now), rows(), advantages, groups, rows()
+    return now, Minibatch(mask, old, *rest)
 
 
 def gradient(c: Any, now: list[list[float]], m: Minibatch, eps: float = 1e-6) -> list[float]:

@@ -38,6 +38,7 @@ class WholeBatch(Batch):
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_hidden: Tensor | None = None
 
 
 def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
@@ -49,7 +50,7 @@ def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     shard, moved = shard_batch(batch, index, [schedule], plan, topo)
     assert not any(moved.network.values()) and not any(moved.shared.values())
     rows = torch.from_numpy(shard.rows.tokens)
-    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_hidden")
     scores = {n: getattr(batch, n, None) for n in names}
     if not shard.role.last_stage:
         return shard

@@ -52,3 +52,18 @@ def logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits = model(tokens[None].long()).logits[0, :-1].double()
     return logits.log_softmax(-1).gather(-1, tokens[1:, None].long())[:, 0]
+
+
+def divergence(policy: torch.Tensor, teacher: torch.Tensor, kind: str, share: float = 0.5) -> Any:
+    """[T] as published, from log-probs [T, V]: the KL from the policy, the KL from the teacher, or
+    those of both from their mixture."""
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if kind == "reverse":
+        return kl(policy, teacher)
+    if kind == "forward":
+        return kl(teacher, policy)
+    mixed = (share * teacher.exp() + (1 - share) * policy.exp()).log()
+    return share * kl(teacher, mixed) + (1 - share) * kl(policy, mixed)

@@ -34,6 +34,7 @@ CASES = {
         for v, g, w, a in KL
     },
     "entropy": {"entropy_coef": 0.3},
+    "divergence": {"distill": "forward", "distill_coef": 0.7, "kl_coef": 0.1},
     "tis": {"tis_cap": 1.1},
     "tis both sides": {"tis_cap": 1.1, "tis_floor": 0.9},
     "tis sequence": {"tis": "sequence", "tis_cap": 1.5},
@@ -59,6 +60,7 @@ def run(section: Any, now: list[list[float]], m: loops.Minibatch):
         rollout_logprobs=flat(m.rollout),
         ref_logprobs=flat(m.ref),
         entropy=flat(m.entropy),
+        divergence=flat(m.divergence),
         advantages=m.advantages,
         loss_mask=flat(m.mask),
         lengths=[len(row) for row in now],

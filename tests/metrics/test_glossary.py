@@ -143,9 +143,18 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         "objective.distill_coef=0.1",
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
+    compared = tiny_plan(
+        *QUICK,
+        "steps=1",
+        "evaluate.every=0",
+        f"run={tmp_path / 'compared'}",
+        f"teacher.model={tmp_path / 'teacher'}",
+        "objective.distill_coef=0.1",
+        "objective.distill=js",
+    )
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged
     logged |= {f"scoring/dropped/{reason}" for reason in REWARD_REASONS}
-    for each in (plan, sft, turns):
+    for each in (plan, sft, turns, compared):
         with topology.start(each) as topo, heartbeats(topo) as heartbeat:
             assert train(each, topo, heartbeat)
         logged |= {name for row in read_rows(Path(each.run) / "metrics.jsonl") for name in row}

@@ -241,10 +241,14 @@ def test_train_on_two_ranks_equals_one(layout, replayed, tmp_path):
 TAUGHT = ("parallel.dp=2 parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2")
 
 
+COMPARED = ("objective.distill=js", "objective.distill_share=0.3")
+
+
 def on_ranks_with_a_teacher(_group, folder, *overrides):
     os.environ["WORLD_SIZE"] = "2"
     for layout in TAUGHT:
         assert run(folder / layout, *layout.split(), *overrides) == 0
+        assert run(folder / f"js {layout}", *layout.split(), *overrides, *COMPARED) == 0
     assert run(folder / "two of two stages", "parallel.pp=2", *two_teachers(folder)) == 0
 
 
@@ -269,12 +273,19 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
     overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
     overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
     assert run(tmp_path / "one", *overrides) == 0
+    assert run(tmp_path / "js", *overrides, *COMPARED) == 0
     run_ranks(on_ranks_with_a_teacher, 2, tmp_path, *overrides)
     of_one = numbers(tmp_path / "one")
     assert all(row["policy/teacher_kl"] > 0.1 for row in of_one)
     for layout in TAUGHT:
         for one, two in zip(of_one, numbers(tmp_path / layout), strict=True):
             for name in ("loss", "grad_norm", "policy/teacher_kl"):
+                assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
+    of_one = numbers(tmp_path / "js")
+    assert all(row["policy/divergence"] > 0.01 for row in of_one)
+    for layout in TAUGHT:
+        for one, two in zip(of_one, numbers(tmp_path / f"js {layout}"), strict=True):
+            for name in ("loss", "grad_norm", "policy/divergence"):
                 assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
     (one,), (two,) = numbers(tmp_path / "two"), numbers(tmp_path / "two of two stages")
     for name in ("loss", "grad_norm", "policy/teacher_kl"):

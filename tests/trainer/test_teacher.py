@@ -23,6 +23,8 @@ from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
+STATES = "teacher's hidden states"
+
 
 def plan_with(folder: Path, *overrides: str) -> Plan:
     return tiny_plan(*QUICK, f"teacher.model={folder}", "objective.distill_coef=0.5", *overrides)
@@ -129,6 +131,11 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
         item.bytes for stage in stage_memory(plan) for item in stage.items if item.name == "teacher"
     ]
     assert sum(held) == 4 * sum(weight.numel() for weight in model.parameters())
+    first, last = stage_memory(
+        plan_with(tmp_path / "teacher", "parallel.pp=2", "objective.distill=forward")
+    )
+    assert first.bytes_of(STATES) == 0
+    assert last.bytes_of(STATES) == 4 * 32 * plan.samples * plan.longest  # its width is 32
     assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
     assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
 
@@ -166,3 +173,52 @@ def test_a_folder_that_is_no_model_is_refused(written: str | None, message: str,
     overrides = (f"teacher.model={folder}", "objective.distill_coef=1")
     with pytest.raises(ConfigError, match=message):
         compile_plan(CONFIG, overrides)
+
+
+def compared(plan: Plan) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Any]]:
+    """Metrics and gradients of the first update of a step, and its samples with their masks."""
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        samples = [(sample.tokens.clone(), sample.loss_mask.clone()) for sample in rollout.samples]
+        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+        metrics = step.policy.accumulate(shard, step.loss)
+        gradients = {name: value.clone() for name, value in step.policy.gradients()}
+    return metrics, gradients, samples
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
+def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Path):
+    """The divergence and its gradient are those of transformers' two models."""
+    teacher = teachers.write_dense(tmp_path / "teacher")
+    student = teachers.write_sparse(tmp_path / "student")
+    plan = plan_with(
+        tmp_path / "teacher",
+        f"model.weights={tmp_path / 'student'}",
+        f"objective.distill={kind}",
+        "objective.advantage=none",
+        "objective.entropy_coef=0",
+        "batching.minibatches=1",
+    )
+    metrics, gradients, samples = compared(plan)
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for tokens, mask in samples:
+        ours = student(tokens[None].long()).logits[0, :-1].double().log_softmax(-1)
+        with torch.no_grad():
+            theirs = teacher(tokens[None].long()).logits[0, :-1].double()
+        theirs = theirs[:, : ours.shape[1]].log_softmax(-1)
+        values = teachers.divergence(ours, theirs, kind)
+        total = total + values[mask[1:]].sum()
+        count += int(mask[1:].sum())
+    loss = 0.5 * total / count
+    assert metrics["policy/divergence"] == pytest.approx(float(total) / count, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["loss/distill"] == pytest.approx(float(loss), rel=1e-4)
+    loss.backward()
+    for name, parameter in student.named_parameters():
+        if name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+            found = gradients[name].double()
+            want = parameter.grad.double()
+            assert (found - want).norm() < 2e-3 * want.norm(), name

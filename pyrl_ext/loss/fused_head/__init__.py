@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from pyrl_ext.loss.fused_head.chunking import CallPlan, plan_call
 from pyrl_ext.loss.fused_head.collectives import HiddenGrad, distribution_of, hidden_chunks
-from pyrl_ext.loss.fused_head.tiles import CachedLogits, HeadTiles
+from pyrl_ext.loss.fused_head.divergence import Teacher, TeacherTiles
+from pyrl_ext.loss.fused_head.tiles import CachedLogits, HeadTiles, no_more
 from pyrl_ext.loss.sampling_mask import KeptSets
 
-LossOfChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossOfChunk = Callable[..., Tensor]
 
 CHUNK_BYTES = 1 << 30
 
@@ -107,6 +108,7 @@ def linear_logprob_loss(
     sequence_parallel: bool = False,
     main_grad: bool = False,
     kept: KeptSets | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """``sum over chunks of loss_fn(logprob, entropy, tokens)``, with gradients in the same pass.
 
@@ -116,15 +118,18 @@ def linear_logprob_loss(
     Args:
         loss_fn: (log-probs [c], entropies [c], tokens [c] int64: their places in [T]) -> the sum of
             their losses, one number. Called once a chunk, on every rank; differentiated with
-            respect to the log-probs and entropies only.
+            respect to the log-probs and entropies only, and with a ``teacher`` also to a fourth
+            argument, the divergences [c] from it [nats].
         hidden, weight, targets, group, temperature, valid_vocab, rows, chunk_bytes,
             sequence_parallel, main_grad, kept: as in :func:`linear_logprob`.
+        teacher: a frozen model to compare distributions with, at the same temperature. Its logits
+            are computed chunk by chunk too (2 T V H_t more operations).
 
     Returns:
         The sum, float32 (float64 for float64).
 
     Communicates: as :func:`linear_logprob`, but everything in the forward, hidden states once, and
-    the statistics chunk by chunk.
+    the statistics chunk by chunk; with a teacher two all-gathers of [2, c] more a chunk.
 
     Raises:
         ValueError: as :func:`linear_logprob`, and for a loss that is not one number.
@@ -142,8 +147,11 @@ def linear_logprob_loss(
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
         kept=kept,
+        compared=teacher is not None,
     )
-    return _apply(_LinearLogprobLoss, hidden.contiguous(), weight, call, loss_fn)
+    if teacher is not None:
+        teacher.check("linear_logprob_loss", len(targets), len(weight))
+    return _apply(_LinearLogprobLoss, hidden.contiguous(), weight, call, loss_fn, teacher)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -208,8 +216,10 @@ class _LinearLogprobLoss(torch.autograd.Function):
         weight: Tensor,
         call: CallPlan,
         loss_fn: LossOfChunk,
+        teacher: Teacher | None,
     ) -> Tensor:
         head = HeadTiles(weight, call)
+        of_teacher = None if teacher is None else TeacherTiles(teacher, call)
         targets = call.targets
         scale = call.scale
         tokens = call.order
@@ -220,15 +230,24 @@ class _LinearLogprobLoss(torch.autograd.Function):
         hidden_grad = HiddenGrad(hidden, call) if wanted else None
         total = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         for chunk, x in hidden_chunks(hidden, call):
-            cache: CachedLogits | None = [] if wanted else None
+            keeps = wanted or of_teacher is not None
+            cache: CachedLogits | None = [] if keeps else None
             target, rate, where = (each[chunk.part] for each in (targets, scale, tokens))
             stats = head.stats(x, target, rate, chunk.part, cache)
             logprob, entropy, top, log_sum = distribution_of(stats, target, rate, call)
-            loss, *grads = _loss_and_gradients(loss_fn, logprob, entropy, where, wanted)
+            values = [logprob, entropy]
+            more = no_more
+            if of_teacher is not None:
+                tiles = [logits for logits, _ in cache or ()]
+                divergence = of_teacher.compare(tiles, rate, where)
+                values.append(divergence.values)
+                more = divergence.gradient
+            loss, grads = _loss_and_gradients(loss_fn, values, where, wanted)
             loss_sum += loss
             if hidden_grad is not None:
                 vectors = [target, rate, top, log_sum, entropy, *grads]
-                hidden_grad.add(chunk, head.gradients(x, vectors, total, chunk.part, cache))
+                grad = head.gradients(x, vectors, total, chunk.part, cache, more)
+                hidden_grad.add(chunk, grad)
         if hidden_grad is not None:
             ctx.save_for_backward(hidden_grad.wait(), total, weight)
             ctx.main_grad = _main_grad(weight, call)
@@ -244,27 +263,30 @@ class _LinearLogprobLoss(torch.autograd.Function):
             weight_grad = stand_in(weight)
         elif total is not None:
             weight_grad = torch.mul(total, grad, out=torch.empty_like(weight))
-        return hidden_grad * grad, weight_grad, None, None
+        return hidden_grad * grad, weight_grad, None, None, None
 
 
 def _loss_and_gradients(
-    loss_fn: LossOfChunk, logprob: Tensor, entropy: Tensor, tokens: Tensor, wanted: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    loss_fn: LossOfChunk, values: list[Tensor], tokens: Tensor, wanted: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a chunk, and its gradients with respect to ``values``: log-probs, entropies and,
+    with a teacher, divergences."""
     with torch.set_grad_enabled(wanted):
-        leaves = logprob.detach().requires_grad_(wanted), entropy.detach().requires_grad_(wanted)
-        loss = loss_fn(*leaves, tokens)
+        leaves = [value.detach().requires_grad_(wanted) for value in values]
+        loss = loss_fn(*leaves[:2], tokens, *leaves[2:])
     if loss.ndim:
         raise ValueError(
             f"linear_logprob_loss: loss_fn returned {list(loss.shape)}, expected the sum over its "
             "tokens, one number"
         )
-    grads: tuple[Tensor | None, ...] = (None, None)
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if loss.requires_grad:
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    logprob_grad, entropy_grad = (
-        torch.zeros_like(logprob) if grad is None else grad.to(logprob.dtype) for grad in grads
-    )
-    return loss.detach(), logprob_grad, entropy_grad
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = [
+        torch.zeros_like(leaf) if grad is None else grad.to(leaf.dtype)
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
+    return loss.detach(), grads
 
 
 def _main_grad(weight: Tensor, call: CallPlan) -> Tensor | None:

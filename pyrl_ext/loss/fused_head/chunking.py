@@ -14,6 +14,7 @@ from pyrl_ext.loss.sampling_mask import KeepMasks, KeptSets
 from pyrl_ext.ops.tensors import accum_dtype, to_device
 
 GPU_TOKENS = 256  # of two tiles of a product: a chunk that holds no whole tile wastes a part of it
+COMPARED = 5  # further numbers for each logit with a teacher: its logits, terms of the divergence
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 
 
@@ -86,8 +87,12 @@ def plan_call(
     sequence_parallel: bool = False,
     main_grad: bool = False,
     kept: KeptSets | None = None,
+    compared: bool = False,
 ) -> CallPlan:
     """Check the arguments of `linear_logprob`, and cut the tokens into chunks.
+
+    Args:
+        compared: a teacher's logits, and log-probs of both models, are in memory as well.
 
     Raises:
         ValueError: shapes, dtypes, ``valid_vocab``, ``rows``, ``weight.main_grad``, ``kept``,
@@ -103,6 +108,7 @@ def plan_call(
     sums = accum_dtype(weight.dtype)
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     bytes_per_logit += kept is not None  # of the mask
+    bytes_per_logit += COMPARED * sums.itemsize * compared
     max_tokens = chunk_tokens(chunk_bytes // (bytes_per_logit * weight.shape[0]), hidden.device)
     computed = _computed(where, rows, len(targets)).view(shards, hidden.shape[0])
     chunks, on_host = _chunks(computed, max_tokens, hidden.device)

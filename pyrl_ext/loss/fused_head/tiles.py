@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -76,6 +76,10 @@ def _add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
+def no_more(number: int, *_: Tensor) -> None:
+    """Nothing is added to the gradient of a tile."""
+
+
 class HeadTiles:
     """This rank's rows of the LM head, tile by tile."""
 
@@ -96,6 +100,12 @@ class HeadTiles:
     def _mask(self, part: slice, column: int, columns: int) -> Tensor | None:
         masks = self.call.masks
         return None if masks is None else masks.tile(part, column, columns)
+
+    def logits(self, x: Tensor) -> list[Tensor]:
+        """Logits [c, columns] of the tokens with hidden states ``x``, of each tile's valid
+        columns."""
+        with _products(self.weight.dtype):
+            return [_mm(x, rows.t())[:, :width] for _, width, rows in self._tiles()]
 
     def stats(
         self,
@@ -137,18 +147,22 @@ class HeadTiles:
         weight_grad: Tensor | None,
         part: slice,
         cache: CachedLogits | None = None,
+        more: Callable[..., Tensor | None] = no_more,
     ) -> Tensor:
         """d(hidden) [c, H] of this shard; d(weight) is added to ``weight_grad``.
 
         Args:
-            vectors: targets, scale, max, log_sum, entropy and the two gradients, [c] each.
+            vectors: targets, scale, max, log_sum, entropy, the gradients of log-prob and entropy,
+                and those that ``more`` takes, [c] each.
             part: these tokens in chunk order.
             cache: the logits, removed as they are used; None: they are computed again.
+            more: (number of a tile, further gradients) -> what is added to the gradient of its
+                first columns, or None.
         """
         targets, scale, top, log_sum, entropy, *grads = vectors
         hidden_grad = scale.new_zeros(x.shape)
         with _products(self.weight.dtype):
-            for first, width, rows in self._tiles():
+            for number, (first, width, rows) in enumerate(self._tiles()):
                 logits, offset = (_mm(x, rows.t()), 0.0) if cache is None else cache.pop(0)
                 if self.weight.dtype == scale.dtype:
                     logits = logits.to(scale.dtype)
@@ -156,6 +170,7 @@ class HeadTiles:
                 keep = self._mask(part, column, len(rows))
                 statistics = top - offset, log_sum, entropy, grads[0], grads[1]
                 args = logits, targets, scale, column, width, *statistics, keep
+                added = more(number, *grads[2:])  # reads the logits, which the gradient overwrites
                 # in place, except for logits cached in bfloat16, which a second backward reads, and
                 # for products of halves, which take half as much to write
                 wide = logits.dtype == scale.dtype
@@ -163,6 +178,8 @@ class HeadTiles:
                     grad = token_logprob_grad_(*args)
                 else:
                     grad = token_logprob_grad(*args, dtype=rows.dtype if wide else None)
+                if added is not None:
+                    grad[:, : added.shape[1]].add_(added)
                 grad = grad.to(rows.dtype)
                 del logits, args  # before those of the next tile are allocated
                 _add_mm(hidden_grad, grad, rows)

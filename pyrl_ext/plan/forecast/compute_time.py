@@ -202,13 +202,14 @@ def _head(of: _Pass, each: float) -> ChunkWork:
     frozen = plan.lora is not None
     how = plan.logprob
     every = how.head == "logits" or of.work == "score" or ":" in plan.objective.loss
-    columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
-    logits = 2 * columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
+    logits = (
+        2 * plan.vocab_columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
+    )
     forward = 1.0
     backward = 3.0 - frozen - min(1.0, how.cache_bytes / logits)
     if how.head == "logits":
         backward = 2.0 - frozen
-    elif how.loss_in_chunk and of.work != "score":
+    elif plan.loss_in_chunk and of.work != "score":
         forward = 3.0 - frozen
         backward = 0.0
     amount = each * (backward if of.backward else forward)

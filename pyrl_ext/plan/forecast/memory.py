@@ -118,6 +118,8 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
         why = f"{teacher.weight_bytes} bytes a parameter ({count:,}) of {name}"
         item = "teacher" if number == 1 else f"teacher {number}"
         yield Item(item, teacher.weight_bytes * count, MEMORY_PHASES, why)
+        if plan.objective.compares_distributions and any(c.loss for c in plan.stages[stage]):
+            yield _hidden_states(plan, teacher, load)
     for encoder in encoders(plan):
         if encoder.shared and stage == 0:
             yield from _encoder_items(encoder, 0)
@@ -192,16 +194,30 @@ def logits_bytes(plan: Plan, rows: int) -> int:
     how = plan.logprob
     depths = 1 + plan.num_mtp_layers
     weight = plan.weight_bytes
-    columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
+    columns = plan.vocab_columns
     logits = rows * columns
     if how.head == "logits":
         return depths * logits * weight  # the gradient overwrites them
     # the float32 gradient overwrites the logits; products read a copy in the weights' dtype
     width = 4 if weight == 4 else 4 + weight
-    gradient = 4 * columns * plan.sizes.hidden_size if how.loss_in_chunk else 0
+    if plan.objective.compares_distributions:  # the teacher's logits, log-probs, terms of the sum
+        width += 4 * 5
+    gradient = 4 * columns * plan.sizes.hidden_size if plan.loss_in_chunk else 0
     return (
         min(how.chunk_bytes, logits * width) + min(how.cache_bytes, depths * logits * 2) + gradient
     )
+
+
+def _hidden_states(plan: Plan, teacher: Plan, load: Load) -> Item:
+    """Of a teacher whose distributions are compared, for this rank's rows of the whole step."""
+    layout = plan.parallel
+    ranks = layout.world_size // (layout.pp * layout.tp)
+    size = teacher.sizes.hidden_size * teacher.weight_bytes * -(-load.tokens // ranks)
+    why = (
+        f"{teacher.sizes.hidden_size:,} numbers a row, this rank's share of {load.tokens:,} tokens"
+    )
+    name = "teacher's hidden states"
+    return Item(name, size, MEMORY_PHASES[2:], why, host=True, exact=ranks == 1)
 
 
 def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:

@@ -14,10 +14,9 @@ def a_cache_is_used(plan: Plan) -> Found:
             f"{logprob.cache_bytes} with head logits, expected 0; all logits are kept, and nothing "
             "is cached"
         )
-    if logprob.loss_in_chunk and logprob.cache_bytes and not plan.num_mtp_layers:
-        return (
-            f"{logprob.cache_bytes} with loss_in_chunk, expected 0; no backward pass would read it"
-        )
+    if plan.loss_in_chunk and logprob.cache_bytes and not plan.num_mtp_layers:
+        key = "loss_in_chunk" if logprob.loss_in_chunk else f"distill {plan.objective.distill}"
+        return f"{logprob.cache_bytes} with {key}, expected 0; no backward pass would read it"
 
 
 @rule("logprob.loss_in_chunk")

@@ -42,9 +42,15 @@ def distillation_has_a_teacher(plan: Plan) -> Found:
         of = f" of data.sources {', '.join(untaught)}" if plan.data.sources else ""
         value = f"{objective.distill_coef:g} without a teacher{of}"
         yield "distill_coef", f"{value}, expected teacher.model: the folder or hub id of a model"
-    if objective.distill_clip is not None and not objective.distill_coef:
-        value = f"{objective.distill_clip:g} without distill_coef"
+    sampled = objective.distill_coef and objective.distill == "sampled"
+    if objective.distill_clip is not None and not sampled:
+        value = f"{objective.distill_clip:g} without distill_coef and distill: sampled"
         yield "distill_clip", f"{value}, expected it left out; nothing else reads it"
+    if objective.distill != "sampled" and not objective.distill_coef:
+        yield "distill", f"{objective.distill} with distill_coef 0, expected distill_coef above 0"
+    if objective.distill_share != 0.5 and objective.distill != "js":
+        value = f"{objective.distill_share:g} with distill {objective.distill}"
+        yield "distill_share", f"{value}, expected it left out; only js reads it"
     if objective.advantage == "none" and not objective.distill_coef:
         rule = "expected distill_coef above 0; nothing would be trained"
         yield "advantage", f"none with distill_coef 0, {rule}"
@@ -52,6 +58,33 @@ def distillation_has_a_teacher(plan: Plan) -> Found:
         rule = "expected 0; groups with equal rewards are trained on"
         rounds = objective.dynamic_sampling
         yield "dynamic_sampling", f"{rounds} with advantage none, {rule}"
+
+
+@rule("objective.distill")
+def distributions_are_compared_in_chunks(plan: Plan) -> Found:
+    objective = plan.objective
+    if not objective.compares_distributions:
+        return None
+    if plan.logprob.head != "fused":
+        return (
+            f"{objective.distill} with logprob.head {plan.logprob.head}, expected fused; it "
+            "compares the distributions chunk by chunk"
+        )
+    if objective.needs_sequences:
+        return (
+            f"{objective.distill} with objective.loss {objective.loss}, ratio {objective.ratio} "
+            f"and opsm {objective.opsm}, expected token-wise parts or distill: sampled; a chunk "
+            "sees some tokens at a time"
+        )
+    if ":" in objective.loss:
+        return (
+            f"{objective.distill} with objective.loss {objective.loss}, expected a loss of the "
+            "package or distill: sampled; your function would not read the divergence"
+        )
+    if len(plan.teacher_plans) > 1:
+        names = ", ".join(plan.teacher_plans)
+        return f"{objective.distill} with teachers {names}, expected one or distill: sampled"
+    return None
 
 
 @rule("objective.distill_coef")

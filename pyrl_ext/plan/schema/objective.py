@@ -62,10 +62,17 @@ class Objective(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """added to the loss; or subtracted, summed over the sequence, from the reward"""
     distill_coef: NonNegative = 0.0
-    """weight of the teacher in the advantage of a token: its log-prob under the teacher, less that
-    under the policy before the update; the gradient is that of the reverse KL to the teacher"""
+    """weight of the teacher: of `distill` in the advantage or in the loss"""
+    distill: Literal["sampled", "reverse", "forward", "js"] = "sampled"
+    """sampled: to the advantage of a token its log-prob under the teacher is added, less that under
+    the policy before the update; the gradient is that of the reverse KL at the sampled token. Or
+    to the loss of a token the divergence of the two distributions over the whole vocabulary is
+    added: reverse KL(policy || teacher), forward KL(teacher || policy), or js, Jensen-Shannon"""
+    distill_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """of the teacher in the mixture that js compares both with (with distill: js)"""
     distill_clip: Rate | None = None
-    """largest value of this difference, of either sign (with distill_coef) [nats]; null: any"""
+    """largest difference of these log-probs, of either sign (with distill: sampled) [nats]; null:
+    any"""
     entropy_coef: NonNegative = 0.0
     """weight of the entropy bonus"""
     tis: Literal["token", "sequence"] = "token"
@@ -115,6 +122,11 @@ class Objective(Section):
         if ":" in self.loss:
             return not self.loss_is_token_wise
         return self.ratio != "token" or self.loss == "gmpo" or self.opsm is not None
+
+    @property
+    def compares_distributions(self) -> bool:
+        """True if a teacher's distributions over the whole vocabulary are in the loss."""
+        return self.distill_coef > 0 and self.distill != "sampled"
 
     @property
     def is_token_wise(self) -> bool:
