@@ -277,7 +277,8 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
             for name in ("loss", "grad_norm", "policy/teacher_kl"):
                 assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
     (one,), (two,) = numbers(tmp_path / "two"), numbers(tmp_path / "two of two stages")
-    for name in ("loss", "grad_norm", "policy/teacher_kl"):
+    of_sources = ("source/one/teacher_kl", "source/two/teacher_kl")
+    for name in ("loss", "grad_norm", "policy/teacher_kl", *of_sources):
         assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 

@@ -96,7 +96,9 @@ def test_each_source_has_its_teacher(tmp_path: Path):
         rollout = step.take(0, clock)
         samples = [*rollout.samples]
         shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
-        found = shard.columns["teacher_logprobs"].double()
+        columns = shard.columns
+        found = columns["teacher_logprobs"].double()
+        metrics = step.weighed
         rows = torch.from_numpy(shard.lengths.sample_of(shard.rows.tokens))
         prompts = step.rollouts.source.prompts
         assert isinstance(prompts, MixedPrompts)
@@ -105,6 +107,15 @@ def test_each_source_has_its_teacher(tmp_path: Path):
             want = teachers.logprobs(models[taught[number]], sample.tokens)
             assert torch.allclose(found[rows == number], want, atol=2e-4)
     assert {*taught} == {*models}
+    mask = columns["loss_mask_0"]
+    gaps = columns["old_logprobs"].double() - found
+    whole = metrics["policy/teacher_kl"] * int(mask.sum())
+    for name in models:
+        own = [taught[number] == name for number in rows.tolist()]
+        here = gaps[mask & torch.tensor(own)]
+        assert metrics[f"source/{name}/teacher_kl"] == pytest.approx(float(here.mean()))
+        whole -= float(here.sum())
+    assert whole == pytest.approx(0, abs=1e-3)
     memory = {item.name for stage in stage_memory(plan) for item in stage.items}
     assert {"teacher", "teacher 2"} <= memory
 
