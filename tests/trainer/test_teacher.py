@@ -81,6 +81,30 @@ def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
         assert not columns["advantages"][~mask].any()
 
 
+def test_grpo_opd_adds_the_teacher_to_the_advantages_of_grpo(tmp_path: Path):
+    """Standardized by the group, with the mean over trajectories of token means."""
+    teachers.write_dense(tmp_path / "teacher")
+    plan = tiny_plan(*QUICK, f"teacher.model={tmp_path / 'teacher'}", "objective=grpo_opd")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        index = rollout.index
+        shard, _ = step.score(step.batch_of(rollout, clock), index, clock)
+        columns = shard.columns
+        rows = shard.lengths.sample_of(shard.rows.tokens)
+    own: list[float] = []
+    for reward, group in zip(index.rewards, index.groups, strict=True):
+        rewards = index.rewards[index.groups == group]
+        own.append((reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
+    assert any(own)
+    mask = columns["loss_mask_0"]
+    gap = columns["teacher_logprobs"] - columns["old_logprobs"]
+    want = torch.tensor(own)[torch.from_numpy(rows)] + gap
+    assert torch.allclose(columns["advantages"][mask].double(), want[mask].double(), atol=1e-4)
+    assert "weights" in columns  # of the reduction: sequence
+
+
 def test_each_source_has_its_teacher(tmp_path: Path):
     models = {
         "copied": teachers.write_dense(tmp_path / "dense"),

@@ -13,8 +13,8 @@ def a_teacher_is_asked_for(plan: Plan) -> Found:
         return None
     value = show(plan.teacher.model)
     if not plan.objective.distill_coef:
-        rule = "expected objective.distill_coef above 0, or objective: opd; nothing else reads it"
-        return f"{value} with objective.distill_coef 0, {rule}"
+        rule = "expected objective.distill_coef above 0, objective: opd or grpo_opd"
+        return f"{value} with objective.distill_coef 0, {rule}; nothing else reads it"
     if plan.data.sources and all(each.teacher for each in plan.data.sources.values()):
         return f"{value} with a teacher in each of data.sources, expected it left out"
     return None
