@@ -17,6 +17,8 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.model.units import size
+from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import teachers
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
@@ -140,6 +142,9 @@ def test_each_source_has_its_teacher(tmp_path: Path):
         assert metrics[f"source/{name}/teacher_kl"] == pytest.approx(float(here.mean()))
         whole -= float(here.sum())
     assert whole == pytest.approx(0, abs=1e-3)
+    lines = [line for name, line in facts(plan) if name == "teacher"]
+    of_sources = [f"{tmp_path / 'dense'} of copied, on", f"{tmp_path / 'sparse'} of sorted, on"]
+    assert [line.partition(" the trainer's ranks, ")[0] for line in lines] == of_sources
     memory = {item.name for stage in stage_memory(plan) for item in stage.items}
     assert {"teacher", "teacher 2"} <= memory
 
@@ -164,6 +169,8 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
         item.bytes for stage in stage_memory(plan) for item in stage.items if item.name == "teacher"
     ]
     assert sum(held) == 4 * sum(weight.numel() for weight in model.parameters())
+    line = dict(facts(plan))["teacher"]
+    assert line == f"{tmp_path / 'teacher'}, on the trainer's ranks, {size(max(held))} a rank"
     assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
     assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
 
