@@ -103,7 +103,7 @@ def check_records(plan: Plan, topo: Topology) -> SftSource:
     """
     with agreeing("data.path", "records", topo.world) as doing:
         source = build_records(plan)
-        doing += len(source.records), source.records.path.stat().st_size
+        doing += len(source.records), source.records.size
     found = gather_objects(source.check(topo.rank, topo.world_size), topo.world)
     facts = source.summary(found)
     if topo.is_main:

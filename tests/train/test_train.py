@@ -17,10 +17,10 @@ import torch
 
 from pyrl_ext import train
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.tools.doctor_checks import checkpoint_bytes
 from pyrl_ext.trainer.policy import Policy
