@@ -69,7 +69,13 @@ def test_the_teacher_is_in_the_advantages(write: Any, tmp_path: Path):
 
 def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
     teachers.write_dense(tmp_path / "teacher")
-    plan = plan_with(tmp_path / "teacher", "objective.advantage=none")
+    plan = tiny_plan(
+        *QUICK[2:],
+        "batching.prompts=16",
+        "batching.samples_per_prompt=1",  # there are no rewards to compare
+        f"teacher.model={tmp_path / 'teacher'}",
+        "objective=opd",
+    )
     clock = Clock()
     with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         step.sync_weights(0, clock)
@@ -79,7 +85,7 @@ def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
         columns = shard.columns
         gap = columns["teacher_logprobs"] - columns["old_logprobs"]
         mask = columns["loss_mask_0"]
-        assert torch.equal(columns["advantages"][mask], 0.5 * gap[mask])
+        assert torch.equal(columns["advantages"][mask], gap[mask])
         assert not columns["advantages"][~mask].any()
 
 
