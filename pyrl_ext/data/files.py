@@ -23,10 +23,9 @@ class DataError(ValueError):
 
 
 class Records(Protocol):
-    """The records of one file or folder, numbered from 0; ``size`` bytes in all."""
+    """The records of one file or folder, numbered from 0."""
 
     path: Path
-    size: int
 
     def __len__(self) -> int: ...
 
@@ -63,7 +62,6 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self.size = path.stat().st_size
         spans = array("q")  # line, first byte, bytes of each record
         start = 0
         with path.open("rb") as file:
@@ -97,7 +95,6 @@ class ParquetRows:
 
     def __init__(self, path: Path):
         self.path = path
-        self.size = path.stat().st_size
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:

@@ -176,7 +176,6 @@ class RecordedSamples:
             raise DataError(
                 f"{path}: no *.safetensors in it, expected the folder of rollout.record"
             )
-        self.size = sum(file.stat().st_size for file in self._files)
         self._ends: list[np.ndarray] = []  # of the tokens of each sample of a file
         self._has_images: list[bool] = []
         for file in self._files:
