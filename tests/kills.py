@@ -31,9 +31,9 @@ from pathlib import Path
 
 import torch
 
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel.ports import absence_at
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Sample
 from tests.helpers.checkpoints import content

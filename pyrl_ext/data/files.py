@@ -23,7 +23,7 @@ class DataError(ValueError):
 
 
 class Records(Protocol):
-    """The records of one file, numbered from 0."""
+    """The records of one file or folder, numbered from 0."""
 
     path: Path
 

@@ -19,6 +19,7 @@ from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.mixed_prompts import MixedPrompts, Prompts
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
+from pyrl_ext.data.recordings import RecordedSamples
 from pyrl_ext.data.rewards import Reward, Scorer, WorkerReward, load_reward
 from pyrl_ext.data.rising_task import RisingTask
 from pyrl_ext.data.sft import SftEncoder, SftSource
@@ -128,7 +129,8 @@ def build_records(plan: Plan) -> SftSource:
     data = plan.data
     reader = image_reader(plan, plan.records_path)
     encode = SftEncoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate, reader)
-    records = open_records(plan.records_path)
+    path = Path(plan.records_path)
+    records = RecordedSamples(path) if path.is_dir() else open_records(path)
     return SftSource(records, encode, data.held_out, plan.seed, data.shuffle)
 
 

@@ -63,6 +63,11 @@ SOURCE_METRICS = (
     ),
     Metric("source/<name>/response_len", "tokens", "Mean tokens of their responses."),
     Metric("source/<name>/groups", "groups", "Number of their groups."),
+    Metric(
+        "source/<name>/teacher_kl",
+        "nat",
+        "policy/teacher_kl over the loss tokens of the samples of a source, with a teacher.",
+    ),
     Metric("source/<name>/level", "1", "Level of difficulty of its task, the first one is 1."),
 )
 

@@ -47,17 +47,16 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = (), ranks: int | N
     draft = draft_of(source)
     if leaves_out_dp(source):
         draft = fill_dp(source, draft, ranks)
-    teacher_hf = _read_teachers(source, draft)
     refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
         "hf": draft.hf,
-        "teacher_hf": teacher_hf,
+        "teacher_hf": draft.teacher_hf,
         "notes": (*source.notes, *notes.notes(draft)),
         "unsupported": notes.unsupported(draft),
     }
     plan = Plan.model_validate(source.tree | derived)
-    refuse(source, _teacher_problems(plan))
+    refuse(source, teacher_problems(plan))
     return plan
 
 
@@ -138,6 +137,7 @@ def draft_of(source: Source) -> PartialPlan:
     wrong = _check_fields(source) | check_kind(source)
     draft = PartialPlan.of(os.path.abspath(source.path), source.tree, wrong)
     _read_hf(source, draft)
+    draft.learn_teachers(_read_teachers(source, draft))
     return _without_routers(source, draft)
 
 
@@ -273,16 +273,17 @@ def _read_teacher(source: Source, key: Key, name: str) -> dict[str, Any] | None:
     return _checked_hf(source, key, path)
 
 
-def _teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The rules on models and layouts that teachers break on the trainer's ranks."""
+def teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(key, message) of the rules on models and layouts that teachers break on the trainer's
+    ranks."""
+    own = [each for each in rules.RULES if each[0].split(".")[0] in ("model", "parallel")]
     for name, teacher in plan.teacher_plans.items():
         where = "teacher.model"
         if name != plan.teacher.model:
-            source = next(each for each, own in plan.teachers.items() if own == name)
+            source = next(each for each, of_it in plan.teachers.items() if of_it == name)
             where = f"data.sources.{source}.teacher"
-        for key, message in rules.check(teacher):
-            if key.split(".")[0] in ("model", "parallel"):
-                yield where, f"{name} on the ranks of the trainer: {key}: {message}"
+        for key, message in rules.check(teacher, own):
+            yield where, f"{name} on the ranks of the trainer: {key}: {message}"
 
 
 def _read_json(path: str, shown: str) -> dict[str, Any]:

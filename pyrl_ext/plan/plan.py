@@ -571,6 +571,10 @@ class PartialPlan(Plan):
         """Set the HF config, once it was read."""
         vars(self)["hf"] = hf
 
+    def learn_teachers(self, teacher_hf: dict[str, dict[str, Any]]) -> None:
+        """Set the HF configs of the teachers, once they were read."""
+        vars(self)["teacher_hf"] = teacher_hf
+
     def changed(self, values: Mapping[Key, Any]) -> Self:
         """This plan with other values, unchecked; what follows from them is computed again."""
         plan = self.model_copy()

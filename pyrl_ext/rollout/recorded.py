@@ -1,164 +1,32 @@
-"""Rollout batches on disk, and the engine that replays them.
-
-A batch is one safetensors file. Token-wise fields are tensors over the tokens of all samples; the
-JSON index in the file's metadata holds the other fields of each sample.
-"""
+"""What a run records of its steps, and the engine that replays it; the files are those of
+`data.recordings`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Collection, Generator, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from pyrl_ext.data.recordings import load_samples, read_index, save_samples, save_tensors, step_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.parallel.collective_errors import agreeing
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.rollout.engine import Capabilities, Engine
-from pyrl_ext.samples import Image, Prompt, Sample, Sampling
+from pyrl_ext.samples import Prompt, Sample, Sampling
 
-FORMAT = "pyrl_ext rollout"
-TENSORS = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
 SCORES = "scores"
 EVALUATIONS = "eval"
 _NO_STEP = 2**62  # after all steps
-_KEPT = "kept_ids"  # a tensor over the kept tokens
-_OTHER = [f.name for f in fields(Sample) if f.name not in (*TENSORS, _KEPT, "images")]
 
 Scores = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
 """(prompt id, index, first turn) of a sample -> its tokens [n] int32, and their log-probs [n]."""
-
-
-def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None = None) -> None:
-    """Write samples to one safetensors file; a reader never sees half of it.
-
-    Args:
-        path: file to write or to replace
-        samples: at least one, all with the same router layers, kept sets and patch sizes
-        step: that trains on them; None: the first one's weight version
-
-    Raises:
-        ValueError: no sample, an inconsistent one, or samples with different kinds of fields
-        OSError: naming the file, when it cannot be written
-    """
-    if not samples:
-        raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
-    kinds = [_kind(sample.check()) for sample in samples]
-    for sample, kind in zip(samples, kinds, strict=True):
-        if kind != kinds[0]:
-            raise ValueError(
-                f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} has "
-                f"(layers, tensors) {kind}, expected {kinds[0]} as the first one"
-            )
-    layer_ids, names = kinds[0]
-    tensors = {name: torch.cat([getattr(s, name) for s in samples]) for name in names}
-    pictures: dict[tuple[Any, bytes], int] = {}  # each distinct picture is stored once
-    patches: list[Tensor] = []
-    entries: list[dict[str, Any]] = []
-    for sample in samples:
-        entry = {name: getattr(sample, name) for name in _OTHER}
-        entry["size"] = sample.tokens.numel()
-        entry["kept"] = 0 if sample.kept_ids is None else len(sample.kept_ids)
-        entry["images"] = []
-        for image in sample.images:
-            digest = hashlib.sha256(image.patches.contiguous().numpy()).digest()
-            number = pictures.setdefault((image.grid, digest), len(pictures))
-            if number == len(patches):
-                patches.append(image.patches)
-            entry["images"].append([number, image.row, image.rows])
-        entries.append(entry)
-    if patches:
-        tensors["patches"] = torch.cat(patches)
-    index = {
-        "step": samples[0].weight_version if step is None else step,
-        "layer_ids": layer_ids,
-        "samples": entries,
-        "grids": [grid for grid, _ in pictures],
-    }
-    with replacing(Path(path)) as partial:
-        _save(tensors, partial, {"format": FORMAT, "index": json.dumps(index)})
-
-
-def _kind(sample: Sample) -> tuple[tuple[int, ...], list[str]]:
-    names = [name for name in (*TENSORS, _KEPT) if getattr(sample, name) is not None]
-    return sample.layer_ids, names
-
-
-def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    try:
-        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def load_samples(path: str | Path, rows: Collection[int] | None = None) -> list[Sample]:
-    """Read the samples that `save_samples` wrote.
-
-    Args:
-        path: the file
-        rows: numbers of the samples to read, in order; of the others only the index is read.
-            None: all
-
-    Raises: ValueError for another file, a cut one, or inconsistent samples.
-    """
-    index = read_index(Path(path))
-    entries: list[dict[str, Any]] = index["samples"]
-    ends = np.cumsum([entry.pop("size") for entry in entries]).tolist()
-    kept_ends = np.cumsum([entry.pop("kept") for entry in entries]).tolist()
-    grids = [tuple(grid) for grid in index["grids"]]
-    patch_ends = np.cumsum([int(np.prod(grid)) for grid in grids]).tolist()
-    pictures: dict[int, Tensor] = {}  # samples of a group share them
-    samples: list[Sample] = []
-    with safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        for row in range(len(entries)) if rows is None else rows:
-            entry = entries[row]
-            images: list[Image] = []
-            for number, first, count in entry["images"]:
-                if number not in pictures:
-                    pictures[number] = _part(slices["patches"], patch_ends, number)
-                images.append(Image(first, count, grids[number], pictures[number]))
-            entry["images"] = tuple(images)
-            entry["layer_ids"] = tuple(index["layer_ids"])
-            entry["spans"] = tuple(map(tuple, entry["spans"]))
-            entry["version_spans"] = tuple(map(tuple, entry["version_spans"]))
-            for name in TENSORS:
-                entry[name] = _part(slices[name], ends, row) if name in slices else None
-            entry[_KEPT] = _part(slices[_KEPT], kept_ends, row) if _KEPT in slices else None
-            samples.append(Sample(**entry).check())
-    return samples
-
-
-def _part(values: Any, ends: Sequence[int], number: int) -> Tensor:
-    """One of the consecutive parts of a tensor in a file, which end at ``ends``."""
-    return values[ends[number - 1] if number else 0 : ends[number]]
-
-
-def read_index(path: Path) -> dict[str, Any]:
-    """The JSON index of a file, from its header alone.
-
-    Raises: ValueError for another file or a cut one.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("format") == FORMAT:
-            return json.loads(metadata["index"])
-        problem = f"format {metadata.get('format')!r}"
-    except (OSError, SafetensorError) as error:
-        problem = str(error)
-    raise ValueError(f"{path}: {problem}, expected a whole file of save_samples ({FORMAT!r})")
 
 
 def save_scores(
@@ -182,7 +50,7 @@ def save_scores(
         "logprobs": logprobs,
     }
     with replacing(folder / SCORES / f"step-{step:06d}-rank-{rank}.safetensors") as partial:
-        _save(tensors, partial)
+        save_tensors(tensors, partial)
 
 
 def load_scores(folder: Path, step: int) -> Scores:
@@ -210,12 +78,6 @@ def _add_scores(scores: Scores, rank_scores: dict[str, Tensor]) -> None:
             tokens = torch.cat([scores[key][0], tokens])
             logprobs = torch.cat([scores[key][1], logprobs])
         scores[key] = (tokens, logprobs)
-
-
-def step_of(file: Path) -> int | None:
-    """The step in the name of a file that a `Recorder` wrote; None: another file."""
-    name = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
-    return int(name[1]) if name else None
 
 
 class Recorder:

@@ -103,7 +103,9 @@ def check_records(plan: Plan, topo: Topology) -> SftSource:
     """
     with agreeing("data.path", "records", topo.world) as doing:
         source = build_records(plan)
-        doing += len(source.records), source.records.path.stat().st_size
+        path = source.records.path
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        doing += len(source.records), sum(file.stat().st_size for file in files)
     found = gather_objects(source.check(topo.rank, topo.world_size), topo.world)
     facts = source.summary(found)
     if topo.is_main:

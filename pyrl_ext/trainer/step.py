@@ -36,6 +36,7 @@ from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.staleness import ages_of, by_age
+from pyrl_ext.trainer.teacher_kl import teacher_kl_by_source
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import check_batch, full_check, gaps, mismatch_limit, sync_weights
 
@@ -387,6 +388,9 @@ class RolloutStep(Step):
                 columns["ages"] = ages_of(shard, self.number, self.plan)
             shard = shard.with_columns(**columns)
         shard, self.weighed = weigh_tokens(shard, index, self.plan, self.topo, self.advantage)
+        prompts = self.rollouts.source.prompts
+        if self.plan.objective.teaches_sampled and isinstance(prompts, MixedPrompts):
+            self.weighed |= teacher_kl_by_source(shard, index, prompts.source_of, self.topo)
         return shard, old
 
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:

@@ -69,7 +69,7 @@ def weigh_tokens(
         less = replace(scored, rewards=scored.rewards - off)
         columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
-    if objective.distill_coef and objective.distill == "sampled":
+    if objective.teaches_sampled:
         gap = masked(here.get("teacher_logprobs", none) - old, mask)
         limit = objective.distill_clip
         taught = gap if limit is None else gap.clamp(-limit, limit)

@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from pyrl_ext.data.recordings import save_samples
 from pyrl_ext.metrics.sinks import JsonlSink
-from pyrl_ext.rollout.recorded import save_samples
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
 from tests.helpers import browser

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext.rollout.recorded import load_samples, load_scores
+from pyrl_ext.data.recordings import load_samples
+from pyrl_ext.rollout.recorded import load_scores
 
 
 def check_scores(folder: Path, step: int, mean: float, dropped: int = 0) -> None:

@@ -16,6 +16,7 @@ from pyrl_ext.plan.forecast.suggest import LEFT_FREE, Search, even_layout, sugge
 from pyrl_ext.plan.model.chunks import plan_stages
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.schema import Parallel
+from tests.helpers import teachers
 from tests.helpers.configs import CONFIGS
 
 GLM47 = CONFIGS / "glm47.yaml"
@@ -150,3 +151,49 @@ def test_suggest_takes_a_dense_model_without_a_key_for_replay(tmp_path: Path):
         text = text.replace(key, f"{name}: {GLM47.parent}/{value}")
     config.write_text(re.sub(r"^replay: off.*\n", "", text, flags=re.MULTILINE))
     assert suggest(config, ["parallel.pp=1", "parallel.cp=1"], 8, "H100").found
+
+
+TAUGHT = ("teacher.model=zai-org/GLM-4.7", "objective.distill_coef=1")
+
+
+def test_suggest_counts_the_memory_of_a_teacher():
+    alone = suggest(GLM47, (), 16, "H200").found[0]
+    search = suggest(GLM47, TAUGHT, 16, "H200")
+    assert search.found
+    for each in search.found:
+        plan = compile_plan(GLM47, [*TAUGHT, *each.overrides])
+        fullest = max(stage_memory(plan), key=lambda stage: stage.peak)
+        assert fullest.peak == each.peak <= (1 - LEFT_FREE) * search.limit
+        assert fullest.bytes_of("teacher") > 40 * 2**30  # of 657 on 16 GPUs
+    with pytest.raises(
+        ConfigError, match=r"a rank needs .* GiB in phase \w+ \(teacher [0-9.]+ GiB"
+    ):
+        compile_plan(GLM47, [*TAUGHT, *alone.overrides])
+
+
+def test_suggest_says_that_a_teacher_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    assert main([str(GLM47), "--suggest", "8xH200"]) == 0
+    capsys.readouterr()
+    assert main([str(GLM47), *TAUGHT, "--suggest", "8xH200"]) == 2
+    told = capsys.readouterr().out
+    assert "do not fit" in told and "the smallest needs" in told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis"),
+    [
+        ({"num_hidden_layers": 47, "num_attention_heads": 5, "num_key_value_heads": 5}, "tp"),
+        ({"num_hidden_layers": 46}, "pp"),
+    ],
+)
+def test_suggest_takes_layouts_that_the_teacher_can_run(
+    sizes: dict[str, int], axis: str, tmp_path: Path
+):
+    folder = tmp_path / "teacher"
+    fixed = [f"parallel.{other}=1" for other in ("tp", "pp", "cp") if other != axis]
+    without = suggest(GLM47, fixed, 16, "H200").found
+    assert {getattr(each.plan.parallel, axis) for each in without} > {1}
+    teachers.write_dense(folder, **sizes)
+    search = suggest(GLM47, [*fixed, *TAUGHT[1:], f"teacher.model={folder}"], 16, "H200")
+    assert search.broken["the_teacher_runs_on_these_ranks"] > 0
+    assert {getattr(each.plan.parallel, axis) for each in search.found} == {1}

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from pyrl_ext import train
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.index import sampled_tokens
@@ -21,7 +22,6 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.async_rollouts import AsyncRollouts
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples
 from pyrl_ext.rollout.prompt_groups import Counts, Wait
-from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from pyrl_ext.schedule.look_ahead import SPARE

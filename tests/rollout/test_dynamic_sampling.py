@@ -11,11 +11,11 @@ import pytest
 
 from pyrl_ext import train
 from pyrl_ext.data.prompts import PromptSource
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.parallel.collective_errors import AgreedError
 from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.rollout.dynamic_sampling import fill, stream_step
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Prompt, Sample
 from tests.helpers.engines import random_sample
 from tests.helpers.ranks import run_ranks

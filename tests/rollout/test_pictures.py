@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.rollout.recorded import load_samples
+from pyrl_ext.data.recordings import load_samples
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers

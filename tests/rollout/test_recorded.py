@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from pyrl_ext import train
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.rollout.engine import Capabilities
-from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
+from pyrl_ext.rollout.recorded import RecordedEngine, Recorder
 from pyrl_ext.rollout.versions import with_newest_routes
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling
 from pyrl_ext.tools.report.page import report_page

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext import train
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.metrics.history import load_run
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Prompt
 from pyrl_ext.tools import eval as evaluate
 from pyrl_ext.tools import export

@@ -19,9 +19,9 @@ import torch
 from markupsafe import escape
 from safetensors.torch import save, save_file
 
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.metrics.history import columns
 from pyrl_ext.metrics.sinks import JsonlSink
-from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.curves import POINTS, charts, grouped, thinned
 from pyrl_ext.tools.report.events import events

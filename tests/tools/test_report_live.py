@@ -23,8 +23,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.metrics.sinks import JsonlSink
-from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.samples import Sample
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.recorded import HEAD

@@ -16,9 +16,9 @@ import yaml
 from pyrl_ext import train
 from pyrl_ext.data.guess import Guess
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.data.tasks import credit
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.prompts import write_lines

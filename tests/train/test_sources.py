@@ -13,6 +13,7 @@ import torch
 from pyrl_ext import train
 from pyrl_ext.metrics.rollout_metrics import SOURCE_METRICS
 from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers import teachers
 from tests.helpers.prompts import write_lines
 from tests.helpers.rows import numbers
 from tests.helpers.tiny import CONFIG, QUICK
@@ -110,7 +111,9 @@ def test_a_step_that_fails_after_its_rewards_leaves_no_level_behind(
 
 
 def test_a_run_logs_each_metric_of_its_sources(tmp_path: Path):
-    assert run(tmp_path / "run", "steps=1") == 0
+    teachers.write_dense(tmp_path / "teacher")
+    taught = (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.1")
+    assert run(tmp_path / "run", "steps=1", *taught) == 0
     row = read_rows(tmp_path / "run/metrics.jsonl")[0]
     for metric in SOURCE_METRICS:
         for name in ("down", "lines") if metric.name != "source/<name>/level" else ():

@@ -17,10 +17,10 @@ import torch
 
 from pyrl_ext import train
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.data.recordings import load_samples, save_samples
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.tools.doctor_checks import checkpoint_bytes
 from pyrl_ext.trainer.policy import Policy
@@ -288,7 +288,8 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
             for name in ("loss", "grad_norm", "policy/divergence"):
                 assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
     (one,), (two,) = numbers(tmp_path / "two"), numbers(tmp_path / "two of two stages")
-    for name in ("loss", "grad_norm", "policy/teacher_kl"):
+    of_sources = ("source/one/teacher_kl", "source/two/teacher_kl")
+    for name in ("loss", "grad_norm", "policy/teacher_kl", *of_sources):
         assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 

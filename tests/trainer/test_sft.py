@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from pyrl_ext import train
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.trainer.sft import SftStep
 from tests.helpers.configs import CONFIGS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
-from tests.helpers.tiny import tiny_plan
+from tests.helpers.tiny import CONFIG as TINY
+from tests.helpers.tiny import QUICK, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -152,3 +154,20 @@ def test_train_sft_lists_broken_records_before_a_model_is_built(
     assert f"{path}: 2 of 3 records cannot be used" in error
     assert f"{path}:2: tokens[1] is 200, expected 0 to 127, a token of the model" in error
     assert f"{path}:3: messages [], expected a non-empty list" in error
+
+
+def test_fine_tuning_reads_the_samples_that_a_teacher_recorded(tmp_path: Path):
+    """The policy begins with the teacher's weights: its loss is that of the engine's log-probs."""
+    teacher = (str(TINY), f"run={tmp_path / 'taught'}", *QUICK, "optimizer.lr=0", "steps=2")
+    assert train.main([*teacher, "evaluate.every=0", "rollout.record=samples"]) == 0
+    folder = tmp_path / "taught/samples"
+    logprobs: list[list[float]] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        for sample in load_samples(file):
+            logprobs.append(sample.rollout_logprobs[sample.loss_mask].tolist())
+    assert len(logprobs) == 32
+    given = (f"run={tmp_path / 'run'}", f"data.path={folder}", "data.held_out=8", "steps=3")
+    assert train.main([str(CONFIG), *given, "evaluate.every=3", "log.progress=false"]) == 0
+    evaluated = [row["eval_loss"] for row in numbers(tmp_path / "run") if "eval_loss" in row]
+    held_out = [logprob for own in logprobs[-8:] for logprob in own]
+    assert evaluated[0] == pytest.approx(-sum(held_out) / len(held_out), abs=1e-4)

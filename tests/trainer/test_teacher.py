@@ -17,6 +17,8 @@ from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.model.units import size
+from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import teachers
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
@@ -69,7 +71,13 @@ def test_the_teacher_is_in_the_advantages(write: Any, tmp_path: Path):
 
 def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
     teachers.write_dense(tmp_path / "teacher")
-    plan = plan_with(tmp_path / "teacher", "objective.advantage=none")
+    plan = tiny_plan(
+        *QUICK[2:],
+        "batching.prompts=16",
+        "batching.samples_per_prompt=1",  # there are no rewards to compare
+        f"teacher.model={tmp_path / 'teacher'}",
+        "objective=opd",
+    )
     clock = Clock()
     with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         step.sync_weights(0, clock)
@@ -79,8 +87,32 @@ def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
         columns = shard.columns
         gap = columns["teacher_logprobs"] - columns["old_logprobs"]
         mask = columns["loss_mask_0"]
-        assert torch.equal(columns["advantages"][mask], 0.5 * gap[mask])
+        assert torch.equal(columns["advantages"][mask], gap[mask])
         assert not columns["advantages"][~mask].any()
+
+
+def test_grpo_opd_adds_the_teacher_to_the_advantages_of_grpo(tmp_path: Path):
+    """Standardized by the group, with the mean over trajectories of token means."""
+    teachers.write_dense(tmp_path / "teacher")
+    plan = tiny_plan(*QUICK, f"teacher.model={tmp_path / 'teacher'}", "objective=grpo_opd")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        rollout = step.take(0, clock)
+        index = rollout.index
+        shard, _ = step.score(step.batch_of(rollout, clock), index, clock)
+        columns = shard.columns
+        rows = shard.lengths.sample_of(shard.rows.tokens)
+    own: list[float] = []
+    for reward, group in zip(index.rewards, index.groups, strict=True):
+        rewards = index.rewards[index.groups == group]
+        own.append((reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
+    assert any(own)
+    mask = columns["loss_mask_0"]
+    gap = columns["teacher_logprobs"] - columns["old_logprobs"]
+    want = torch.tensor(own)[torch.from_numpy(rows)] + gap
+    assert torch.allclose(columns["advantages"][mask].double(), want[mask].double(), atol=1e-4)
+    assert "weights" in columns  # of the reduction: sequence
 
 
 def test_each_source_has_its_teacher(tmp_path: Path):
@@ -98,7 +130,9 @@ def test_each_source_has_its_teacher(tmp_path: Path):
         rollout = step.take(0, clock)
         samples = [*rollout.samples]
         shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
-        found = shard.columns["teacher_logprobs"].double()
+        columns = shard.columns
+        found = columns["teacher_logprobs"].double()
+        metrics = step.weighed
         rows = torch.from_numpy(shard.lengths.sample_of(shard.rows.tokens))
         prompts = step.rollouts.source.prompts
         assert isinstance(prompts, MixedPrompts)
@@ -107,6 +141,18 @@ def test_each_source_has_its_teacher(tmp_path: Path):
             want = teachers.logprobs(models[taught[number]], sample.tokens)
             assert torch.allclose(found[rows == number], want, atol=2e-4)
     assert {*taught} == {*models}
+    mask = columns["loss_mask_0"]
+    gaps = columns["old_logprobs"].double() - found
+    whole = metrics["policy/teacher_kl"] * int(mask.sum())
+    for name in models:
+        own = [taught[number] == name for number in rows.tolist()]
+        here = gaps[mask & torch.tensor(own)]
+        assert metrics[f"source/{name}/teacher_kl"] == pytest.approx(float(here.mean()))
+        whole -= float(here.sum())
+    assert whole == pytest.approx(0, abs=1e-3)
+    lines = [line for name, line in facts(plan) if name == "teacher"]
+    of_sources = [f"{tmp_path / 'dense'} of copied, on", f"{tmp_path / 'sparse'} of sorted, on"]
+    assert [line.partition(" the trainer's ranks, ")[0] for line in lines] == of_sources
     memory = {item.name for stage in stage_memory(plan) for item in stage.items}
     assert {"teacher", "teacher 2"} <= memory
 
@@ -136,6 +182,8 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
     )
     assert first.bytes_of(STATES) == 0
     assert last.bytes_of(STATES) == 4 * 32 * plan.samples * plan.longest  # its width is 32
+    line = dict(facts(plan))["teacher"]
+    assert line == f"{tmp_path / 'teacher'}, on the trainer's ranks, {size(max(held))} a rank"
     assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
     assert Plan.from_json(plan.to_json()).fingerprint == plan.fingerprint
 

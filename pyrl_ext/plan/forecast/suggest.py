@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
+from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse, teacher_problems
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import show
@@ -92,7 +92,10 @@ def suggest(
 def _broken(plan: Plan) -> list[tuple[str, str, str]]:
     """(rule, key, message) of the rules that a plan breaks, but for its memory's."""
     rules = [(key, rule) for key, rule in RULES if key != "hardware.gpu"]
-    return [(each[1].__name__, *problem) for each in rules for problem in check(plan, [each])]
+    broken = [(each[1].__name__, *problem) for each in rules for problem in check(plan, [each])]
+    if broken:  # a teacher that has the same ranks is not asked
+        return broken
+    return [("the_teacher_runs_on_these_ranks", *problem) for problem in teacher_problems(plan)]
 
 
 class _Given:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.language.paths import DATA_FILES, relative, similar
@@ -67,8 +68,14 @@ def data_file_problem(plan: Plan, name: str, or_dataset: bool = True) -> str | N
                 "loads it. Run pip install 'pyrl-ext[tasks]', or name a .jsonl or .parquet file"
             )
         return None
+    if not or_dataset and os.path.isdir(path):
+        if any(Path(path).glob("*.safetensors")):
+            return None
+        return f"{relative(path)} has no *.safetensors, expected the folder of rollout.record"
     if not path.endswith(DATA_FILES):
-        others = ", a folder, or a dataset's id" if or_dataset else ""
+        others = (
+            ", a folder, or a dataset's id" if or_dataset else ", or a folder of rollout.record"
+        )
         return f"{name!r}, expected a .jsonl or .parquet file{others}"
     if not os.path.isfile(path):
         rule = "expected a file; relative to the YAML file"

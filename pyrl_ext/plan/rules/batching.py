@@ -42,7 +42,8 @@ def several_epochs_have_a_ratio(plan: Plan) -> Found:
 def groups_have_a_spread(plan: Plan) -> Found:
     each = plan.batching.samples_per_prompt
     name = plan.objective.advantage
-    if plan.has_rollouts and name in ADVANTAGES and name != "reinforce_pp" and each == 1:
+    of_groups = name in ADVANTAGES and name not in ("reinforce_pp", "none")
+    if plan.has_rollouts and of_groups and each == 1:
         return (
             f"1, expected at least 2 with objective.advantage {name}; an advantage is the distance "
             "from the rewards of its group, which is always 0 for a group of one"

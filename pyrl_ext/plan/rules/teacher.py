@@ -13,8 +13,8 @@ def a_teacher_is_asked_for(plan: Plan) -> Found:
         return None
     value = show(plan.teacher.model)
     if not plan.objective.distill_coef:
-        rule = "expected objective.distill_coef above 0, or objective: opd; nothing else reads it"
-        return f"{value} with objective.distill_coef 0, {rule}"
+        rule = "expected objective.distill_coef above 0, objective: opd or grpo_opd"
+        return f"{value} with objective.distill_coef 0, {rule}; nothing else reads it"
     if plan.data.sources and all(each.teacher for each in plan.data.sources.values()):
         return f"{value} with a teacher in each of data.sources, expected it left out"
     return None
@@ -42,8 +42,7 @@ def distillation_has_a_teacher(plan: Plan) -> Found:
         of = f" of data.sources {', '.join(untaught)}" if plan.data.sources else ""
         value = f"{objective.distill_coef:g} without a teacher{of}"
         yield "distill_coef", f"{value}, expected teacher.model: the folder or hub id of a model"
-    sampled = objective.distill_coef and objective.distill == "sampled"
-    if objective.distill_clip is not None and not sampled:
+    if objective.distill_clip is not None and not objective.teaches_sampled:
         value = f"{objective.distill_clip:g} without distill_coef and distill: sampled"
         yield "distill_clip", f"{value}, expected it left out; nothing else reads it"
     if objective.distill != "sampled" and not objective.distill_coef:

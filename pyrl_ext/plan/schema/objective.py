@@ -124,6 +124,11 @@ class Objective(Section):
         return self.ratio != "token" or self.loss == "gmpo" or self.opsm is not None
 
     @property
+    def teaches_sampled(self) -> bool:
+        """True if a teacher's log-probs of the sampled tokens are in the advantages."""
+        return self.distill_coef > 0 and self.distill == "sampled"
+
+    @property
     def compares_distributions(self) -> bool:
         """True if a teacher's distributions over the whole vocabulary are in the loss."""
         return self.distill_coef > 0 and self.distill != "sampled"

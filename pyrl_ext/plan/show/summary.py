@@ -17,6 +17,7 @@ from pyrl_ext.plan.forecast.parameters import (
     chunk_parameters,
     factor_numbers,
     frozen_parameters,
+    held_on_rank,
     published_numbers,
 )
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
@@ -373,6 +374,16 @@ def _driven_by(plan: Plan) -> str:
     return ", ".join(f"{each.name} for {source}" for source, each in plan.environments.items())
 
 
+def _teacher(plan: Plan, name: str, teacher: Plan) -> str:
+    """Whom a teacher teaches, where it lives, and what it holds there."""
+    taught = [source for source, own in plan.teachers.items() if source and own == name]
+    of_sources = f" of {', '.join(taught)}" if taught else ""
+    stages = range(teacher.parallel.pp)
+    held = max(held_on_rank(teacher, stage) for stage in stages) * teacher.weight_bytes
+    device = "GPU" if plan.device == "cuda" else "rank"
+    return f"{name}{of_sources}, on the trainer's ranks, {size(held)} a {device}"
+
+
 def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
     """The engine, the environment, and a step's samples."""
     rollout = plan.rollout
@@ -410,3 +421,5 @@ def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
         )
     group = plan.batching.samples_per_prompt
     yield "rollout step", f"{plan.samples} samples in groups of {group}"
+    for name, teacher in plan.teacher_plans.items():
+        yield "teacher", _teacher(plan, name, teacher)

@@ -146,8 +146,8 @@ def recorded(folder: Folder, most: int = SAMPLES) -> Recorded:
     if plan is None or not plan.has_rollouts:
         return Recorded(folder.no_plan or "A run without rollouts has no samples.")
     from pyrl_ext.data.files import DataError
+    from pyrl_ext.data.recordings import load_samples  # imports torch
     from pyrl_ext.data.tokenizer import load_tokenizer
-    from pyrl_ext.rollout.recorded import load_samples  # imports torch
 
     result = Recorded()
     batches = _batches(folder, result)
@@ -197,7 +197,8 @@ def shares(sizes: Sequence[int], most: int) -> list[int]:
 def _batches(folder: Folder, result: Recorded) -> list[Batch]:
     """What the run and `pyrl eval` recorded: the newest step of training, then all others, newer
     ones first. Files that cannot be read are in the note."""
-    from pyrl_ext.rollout.recorded import EVALUATIONS, read_index, step_of
+    from pyrl_ext.data.recordings import read_index, step_of
+    from pyrl_ext.rollout.recorded import EVALUATIONS
 
     patterns = {f"{RESULTS.parent}/*/": " (pyrl eval)"}
     if folder.plan and (record := folder.plan.rollout.record):

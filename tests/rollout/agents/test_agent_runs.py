@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.rollout.recorded import load_samples
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.samples import Sample
 from tests.helpers.guess_calls import write_config
 from tests.helpers.rows import numbers

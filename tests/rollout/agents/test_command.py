@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext import train
-from pyrl_ext.rollout.recorded import load_samples
+from pyrl_ext.data.recordings import load_samples
 from tests.helpers.agent_program import SAY
 from tests.helpers.guess_calls import write_config
 from tests.helpers.rows import rows_of

@@ -11,9 +11,9 @@ from verifiers.v1.utils.loaders import taskset_class
 from pyrl_ext import train
 from pyrl_ext.data.guess import Guess
 from pyrl_ext.data.prompt_dataset import build_source
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.prompt import Prompt
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.samples import Sample
 from tests.helpers.rows import numbers
 from tests.helpers.tiny import CONFIG

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
+from pyrl_ext.data.recordings import load_samples
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.recorded import load_samples
 from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.samples import Sample
 from tests.helpers.agent_program import SAY

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pyrl_ext.data.recordings import save_samples
 from pyrl_ext.rollout.distribute import RolloutRequest, RolloutSamples, generate_on_ranks
-from pyrl_ext.rollout.recorded import RecordedEngine, save_samples
+from pyrl_ext.rollout.recorded import RecordedEngine
 from pyrl_ext.rollout.turns.turn_stats import conversations, dropped_metrics, recorded
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers.conversations import EOS, carrying, config, three_then_stop
