@@ -53,10 +53,6 @@ class _Completion(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
 
 
-class WrongAnswer(RuntimeError):
-    """An answer that does not hold the log-probs of the tokens that were sent."""
-
-
 @dataclass(frozen=True)
 class TeacherServers:
     """The servers of a plan's teacher, each asked with the name under which it has the model."""
@@ -144,40 +140,38 @@ class TeacherServers:
             "prompt_logprobs": 0,  # of the tokens of the prompt alone
         }
         answer = await server.control(COMPLETIONS, body, self.plan.teacher.request_timeout)
-        try:
-            return logprobs_in(answer, tokens)
-        except WrongAnswer as error:
-            raise WrongAnswer(f"teacher.servers: {server.address}{COMPLETIONS}: {error}") from error
+        return logprobs_in(answer, tokens, f"teacher.servers: {server.address}{COMPLETIONS}")
 
 
-def logprobs_in(answer: Mapping[str, Any], tokens: Sequence[int]) -> Tensor:
+def logprobs_in(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> Tensor:
     """[T - 1] float32, the log-probs of the tokens after the first one that a completion holds.
 
-    Raises: WrongAnswer
+    Raises: RuntimeError that begins with ``where``, if it does not hold them.
     """
     try:
         entries = _Completion.model_validate(answer).choices[0].prompt_logprobs
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, first["loc"]))
         rule = "expected choices[0].prompt_logprobs as of vLLM"
-        raise WrongAnswer(f"{where}: {first['msg']}, {rule}") from error
+        raise RuntimeError(f"{where}: {key}: {first['msg']}, {rule}") from error
     if len(entries) != len(tokens):
-        raise WrongAnswer(f"log-probs of {len(entries)} tokens, expected {len(tokens)}, the sample")
+        rule = f"expected {len(tokens)}, the sample"
+        raise RuntimeError(f"{where}: log-probs of {len(entries)} tokens, {rule}")
     found: list[float] = []
     for place in range(1, len(tokens)):
         token = tokens[place]
         entry = entries[place] or {}
         if token not in entry:
-            raise WrongAnswer(
-                f"token {place} of the sample has log-probs of ids {[*entry]}, expected of "
-                f"{token}; the server scored other text"
+            raise RuntimeError(
+                f"{where}: token {place} of the sample has log-probs of ids {[*entry]}, expected "
+                f"of {token}; the server scored other text"
             )
         value = entry[token].logprob
         if not _MINUS_INF < value <= _ABOVE_0:
-            raise WrongAnswer(
-                f"token {place} of the sample has log-prob {value}, expected a finite number of at "
-                "most 0. Start vLLM with --logprobs-mode raw_logprobs, its default"
+            raise RuntimeError(
+                f"{where}: token {place} of the sample has log-prob {value}, expected a finite "
+                "number of at most 0. Start vLLM with --logprobs-mode raw_logprobs, its default"
             )
         found.append(value)
     return torch.tensor(found)

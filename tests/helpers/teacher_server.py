@@ -38,6 +38,7 @@ class TeacherServer:
         self.hangs = False
         self.twist: Twist | None = None
         self.asked: list[dict[str, Any]] = []
+        self._scored: dict[tuple[int, ...], list[float]] = {}
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
@@ -90,6 +91,12 @@ class TeacherServer:
         listed = {"object": "list", "data": self.models}
         return self._refusal(request) or web.json_response(listed)
 
+    def _logprobs(self, tokens: tuple[int, ...]) -> list[float]:
+        if tokens not in self._scored:
+            found = teachers.logprobs(self.model, torch.tensor(tokens))
+            self._scored[tokens] = found.tolist()
+        return self._scored[tokens]
+
     async def _complete(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request):
             return refusal
@@ -101,8 +108,7 @@ class TeacherServer:
             await asyncio.Event().wait()
         tokens = body["prompt"]
         entries: list[dict[str, Any] | None] = [None]
-        logprobs = teachers.logprobs(self.model, torch.tensor(tokens)).tolist()
-        for token, logprob in zip(tokens[1:], logprobs, strict=True):
+        for token, logprob in zip(tokens[1:], self._logprobs(tuple(tokens)), strict=True):
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}})
         choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
         answer = {"object": "text_completion", "choices": [{**choice, "prompt_logprobs": entries}]}

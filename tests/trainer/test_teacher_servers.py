@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,10 @@ from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.rollout.distribute import RolloutSamples
+from pyrl_ext.rollout.remote.client import ServerFailed
+from pyrl_ext.trainer import teacher_servers
 from pyrl_ext.trainer.step import RolloutStep, score_canaries
-from pyrl_ext.trainer.teacher_servers import TeacherServers, WrongAnswer
+from pyrl_ext.trainer.teacher_servers import TeacherServers
 from tests.helpers import teachers
 from tests.helpers.configs import CONFIGS
 from tests.helpers.teacher_server import TeacherServer
@@ -39,8 +43,17 @@ def on(*servers: TeacherServer) -> str:
     return f"teacher.servers=[{','.join(server.address for server in servers)}]"
 
 
+class Sampled(NamedTuple):
+    """The samples of a step, and their teacher."""
+
+    folder: Path
+    model: Any
+    topo: Topology
+    rollout: RolloutSamples
+
+
 class Taught(NamedTuple):
-    """A step whose samples servers score."""
+    """Servers that score samples."""
 
     folder: Path
     servers: tuple[TeacherServer, TeacherServer]
@@ -55,26 +68,21 @@ class Taught(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rolled_out(tmp_path_factory: pytest.TempPathFactory) -> Generator[Taught]:
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Generator[Sampled]:
     folder = tmp_path_factory.mktemp("teacher")
     model = teachers.write_dense(folder)
+    plan = plan_with(folder)
     clock = Clock()
-    with TeacherServer(model) as one, TeacherServer(model) as two:
-        plan = plan_with(folder, on(one, two))
-        with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
-            step.sync_weights(0, clock)
-            yield Taught(folder, (one, two), topo, step.take(0, clock))
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        yield Sampled(folder, model, topo, step.take(0, clock))
 
 
 @pytest.fixture
-def taught(rolled_out: Taught) -> Generator[Taught]:
-    yield rolled_out
-    for server in rolled_out.servers:
-        server.status = server.twist = server.key = None
-        server.hangs = False
-        server.models = server.models[:1]
-        server.models[0]["max_model_len"] = 512
-        server.asked.clear()
+def taught(sampled: Sampled) -> Generator[Taught]:
+    model = sampled.model
+    with TeacherServer(model) as one, TeacherServer(model) as two:
+        yield Taught(sampled.folder, (one, two), sampled.topo, sampled.rollout)
 
 
 def columns_of(plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, float], Clock]:
@@ -164,10 +172,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_ends_the_step(name: str, taught: Taught):
     twist, message = WRONG[name]
-    first = taught.servers[0]
+    first, second = taught.servers
     first.twist = twist
-    with pytest.raises(WrongAnswer, match=message) as caught:
-        taught.logprobs()
+    with pytest.raises(RuntimeError, match=message) as caught:
+        taught.logprobs(servers=2)
+    assert not isinstance(caught.value, ServerFailed) and len(second.asked) < 16
     assert str(caught.value).startswith(f"teacher.servers: {first.address}/v1/completions: ")
 
 
@@ -203,12 +212,28 @@ def test_another_server_takes_the_samples_of_one_that_died(taught: Taught):
 
 def test_a_server_that_hangs_is_left_at_the_time_limit(taught: Taught):
     first, second = taught.servers
+    taught._replace(servers=(second, first)).logprobs()  # its answers are quick from here on
     first.hangs = True
     assert len(taught.logprobs("teacher.request_timeout=10", servers=2)) == 16
-    assert first.asked and len(second.asked) == 16
+    assert first.asked and len(second.asked) == 2 * 16
     second.hangs = True
     with pytest.raises(RuntimeError, match=r"completions: no answer within 0\.5 s"):
         taught.logprobs("teacher.request_timeout=0.5", servers=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_what_a_server_is_asked_at_a_time(
+    ranks: int, taught: Taught, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(teacher_servers, "IN_FLIGHT", 4)
+    owners = np.arange(16, dtype=np.int32) % ranks
+    index = replace(taught.rollout.index, owners=owners)
+    first = taught.servers[0]
+    first.hangs = True
+    asks = taught._replace(rollout=replace(taught.rollout, index=index))
+    with pytest.raises(RuntimeError, match="no answer within 1 s"):
+        asks.logprobs("teacher.request_timeout=1")
+    assert len(first.asked) <= 4 // ranks
 
 
 def test_a_key_is_sent(taught: Taught, tmp_path: Path):
