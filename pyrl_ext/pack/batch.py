@@ -41,6 +41,8 @@ class Batch:
         patches: [P, W] uint8 of all images, sample by sample; None without images.
         kept: [T] sets that the targets were drawn from; None: all of the vocabulary.
         versions: [T] int32, of the weights that sampled the target; None: they are not known.
+        teacher_logprobs: [T] float32, of the target under a teacher on servers [nats]; None: there
+            is none.
     """
 
     seqlens: tuple[int, ...]
@@ -55,6 +57,7 @@ class Batch:
     patches: Tensor | None = None
     kept: KeptSets | None = None
     versions: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     @classmethod
     def of(

@@ -40,6 +40,7 @@ def shard_batch(
     plan: Plan,
     topo: Topology,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    taught: bool = False,
 ) -> tuple[BatchShard, TransferStats]:
     """The rows that this rank computes, whichever ranks own them.
 
@@ -52,6 +53,7 @@ def shard_batch(
         index:     of all samples, the same on every rank.
         schedules: of each minibatch, the same on every rank.
         waiting:   surrounds every wait for a part.
+        taught:    batches have ``teacher_logprobs``, which move too.
 
     Raises: RuntimeError naming the rank that did not send its rows, here or where a pass waits.
     Communicates: between hosts a message for each part and owner, with exactly the rows, and of the
@@ -69,6 +71,7 @@ def shard_batch(
         images,
         vocab_size=plan.sizes.vocab_size if plan.trains_on_sampling_mask else None,
         aged=plan.rollout.ahead > 0,
+        taught=taught,
     )
     owned = {} if batch is None else columns_of(batch, exchange.depths)
     del batch
@@ -161,6 +164,8 @@ def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
         columns["patches"] = batch.patches
     if batch.versions is not None:
         columns["versions"] = batch.versions
+    if batch.teacher_logprobs is not None:
+        columns["teacher_logprobs"] = batch.teacher_logprobs
     if batch.kept is not None:
         columns |= {"kept_counts": batch.kept.counts, "kept_ids": batch.kept.ids}
     return columns
@@ -173,6 +178,7 @@ class RowExchange:
         images: the patches that an encoder reads; None: there is none.
         vocab_size: of the vocabulary of kept sets; None: rows have none.
         aged: rows have the version of the weights that sampled their target.
+        taught: rows have the log-prob of their target under a teacher on servers.
 
     Attributes:
         depths: MTP layers whose targets move.
@@ -188,12 +194,14 @@ class RowExchange:
         images: PatchStream | None = None,
         vocab_size: int | None = None,
         aged: bool = False,
+        taught: bool = False,
     ):
         self.index = index
         self.schedule = schedule
         self.roles = roles
         self.images = images
         self.aged = aged
+        self.taught = taught
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
         self.items = Items(self.lengths, index.owners)
@@ -250,7 +258,8 @@ class RowExchange:
             tokens[f"targets_{depth}"] = Field("tokens", torch.int32)
             tokens[f"loss_mask_{depth}"] = Field("tokens", torch.bool)
         if role.last_stage:
-            for name in ("rollout_logprobs", "advantages"):
+            scored = ("teacher_logprobs",) if self.taught else ()
+            for name in ("rollout_logprobs", "advantages", *scored):
                 tokens[name] = Field("logprobs", torch.float32)
             if self.aged:
                 tokens["versions"] = Field("logprobs", torch.int32)

@@ -30,8 +30,9 @@ WEIGHT_FILES = ("*.safetensors", "*.json")
 FILES = {
     "model.tokenizer": ("config.json", *TOKENIZER_FILES),
     "model.weights": WEIGHT_FILES,
+    "teacher.model": ("config.json", *TOKENIZER_FILES),
 }
-"""Key -> files that are fetched for it; for a teacher those of both."""
+"""Key -> files that are fetched for it; for a teacher on the trainer's ranks those of both."""
 
 
 def fetch(plan: Plan, topo: Topology) -> Plan:
@@ -44,7 +45,10 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
     """
     model = plan.model
     named = {"model.tokenizer": model.tokenizer, "model.weights": model.weights}
-    named |= {f"teacher {name}": name for name in plan.teachers.values()}
+    if plan.teacher.servers:
+        named["teacher.model"] = plan.teacher.model
+    else:
+        named |= {f"teacher {name}": name for name in plan.teachers.values()}
     wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
     if not wanted:
         return plan

@@ -248,7 +248,9 @@ def _read_teachers(source: Source, draft: PartialPlan) -> dict[str, dict[str, An
     """The HF configs of the teachers by name, without those in which something is wrong, which is
     recorded."""
     named: list[tuple[Key, str | None]] = []
+    on_servers = False
     try:
+        on_servers = bool(draft.teacher.servers)
         named.append((("teacher", "model"), draft.teacher.model))
         for name, keys in draft.data.sources.items():
             named.append((("data", "sources", name, "teacher"), keys.teacher))
@@ -256,13 +258,19 @@ def _read_teachers(source: Source, draft: PartialPlan) -> dict[str, dict[str, An
         pass
     found: dict[str, dict[str, Any]] = {}
     for key, name in named:
-        if name is not None and name not in found and (hf := _read_teacher(source, key, name)):
+        if name is None or name in found:
+            continue
+        if hf := _read_teacher(source, key, name, on_servers):
             found[name] = hf
     return found
 
 
-def _read_teacher(source: Source, key: Key, name: str) -> dict[str, Any] | None:
-    """The HF config of a teacher; None: there is none, or what is wrong with it is recorded."""
+def _read_teacher(source: Source, key: Key, name: str, any_family: bool) -> dict[str, Any] | None:
+    """The HF config of a teacher; None: there is none, or what is wrong with it is recorded.
+
+    Args:
+        any_family: it may be of a model that is not built here
+    """
     path = path_beside(source.path, os.path.join(name, "config.json"))
     if is_hub_id(source.path, name):
         of_hub = config_of(name)
@@ -270,7 +278,13 @@ def _read_teacher(source: Source, key: Key, name: str) -> dict[str, Any] | None:
             source.report(key, f"{show(name)}: {of_hub.problem}")
             return None
         path = of_hub.path
-    return _checked_hf(source, key, path)
+    if not any_family:
+        return _checked_hf(source, key, path)
+    try:
+        return _read_json(path, rules.relative(path))
+    except ValueError as error:
+        source.report(key, str(error))
+        return None
 
 
 def teacher_problems(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -81,6 +81,9 @@ FREE_ON_RESUME = (
     "rollout.request_timeout",
     "rollout.publish_timeout",
     "rollout.senders",
+    "teacher.servers",
+    "teacher.key",
+    "teacher.request_timeout",
     "turns.min_share",
 )
 # Derived from the rest, or only where the YAML lay.
@@ -399,9 +402,18 @@ class Plan(Config):
 
     @property
     def teacher_plans(self) -> dict[str, Plan]:
-        """Folder or hub id of a teacher -> its plan: that model on the ranks of the trainer."""
+        """Folder or hub id of a teacher -> its plan: that model on the ranks of the trainer; empty
+        with `teacher.servers`."""
+        if self.teacher.servers:
+            return {}
         names = dict.fromkeys(self.teachers.values())
         return {name: self._teacher_plan(name) for name in names if name in self.teacher_hf}
+
+    @property
+    def teacher_folders(self) -> dict[str, str]:
+        """Folder or hub id of a teacher -> absolute folder; a hub id until it is fetched."""
+        names = dict.fromkeys(self.teachers.values())
+        return {name: str(self._local_or_hub(name)) for name in names}
 
     def _teacher_plan(self, folder: str) -> Plan:
         hf = self.teacher_hf[folder]

@@ -66,6 +66,8 @@ class RolloutSamples:
             not complete in time
         dropped: samples of this rank that are not in `index`, to be recorded; see `dynamic.fill`
         generated: of all samples, with those that dynamic sampling dropped; None: `index`
+        teacher_logprobs: of each of `samples`, [T - 1] float32 of the tokens after its first one
+            under a teacher on servers; empty: there is none
     """
 
     index: BatchIndex
@@ -73,6 +75,7 @@ class RolloutSamples:
     counts: Counts = field(default_factory=Counts)
     dropped: list[Sample] = field(default_factory=list[Sample])
     generated: BatchIndex | None = None
+    teacher_logprobs: Sequence[torch.Tensor] = ()
 
 
 def generate_on_ranks(

@@ -37,6 +37,7 @@ from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.staleness import ages_of, by_age
 from pyrl_ext.trainer.teacher_kl import teacher_kl_by_source
+from pyrl_ext.trainer.teacher_servers import TeacherServers
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import check_batch, full_check, gaps, mismatch_limit, sync_weights
 
@@ -138,7 +139,10 @@ class Step(ABC):
             topo = self.topo
             waiting = partial(phase, "time/exchange")
             # popped, so that nothing here keeps the batch
-            shard, self.moved = shard_batch(batches.pop(), index, schedules, plan, topo, waiting)
+            taught = bool(plan.teacher.servers)
+            shard, self.moved = shard_batch(
+                batches.pop(), index, schedules, plan, topo, waiting, taught
+            )
         return shard
 
     def _rows_of(self, rollout: RolloutSamples) -> Batch | None:
@@ -155,7 +159,10 @@ class Step(ABC):
             )
         if not lengths:
             return None
-        return Batch.for_plan(plan, rollout.samples, advantages[mine])
+        batch = Batch.for_plan(plan, rollout.samples, advantages[mine])
+        if not rollout.teacher_logprobs:
+            return batch
+        return replace(batch, teacher_logprobs=torch.cat([*rollout.teacher_logprobs]))
 
     def score(
         self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
@@ -220,10 +227,12 @@ class RolloutStep(Step):
     Args:
         teachers: frozen models whose log-probs of the samples are in the advantages, by their
             names in the plan.
+        teacher_servers: servers of the teacher; None: it is not on servers.
     """
 
     rollouts: Rollouts
     teachers: Mapping[str, Policy] = field(default_factory=dict[str, "Policy"])
+    teacher_servers: TeacherServers | None = None
     number: int = field(default=0, init=False)  # of the step that is trained
     _sent: bool = field(default=False, init=False)  # the engine has all weights
     _closed: bool = field(default=False, init=False)
@@ -252,9 +261,11 @@ class RolloutStep(Step):
         advantage = build_advantage(plan.objective)
         loss = build_loss(plan.objective)
         plans = plan.teacher_plans if trainable else {}
-        for name, of_teacher in plans.items():
-            own = load_tokenizer(str(of_teacher.tokenizer_path))
-            check_same_tokens(source.tokenizer, own, name)
+        servers = None
+        if trainable:
+            for name, folder in plan.teacher_folders.items():
+                check_same_tokens(source.tokenizer, load_tokenizer(folder), name)
+            servers = TeacherServers.of(plan, topo)
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
@@ -274,7 +285,8 @@ class RolloutStep(Step):
             rollouts.close()
             raise
         policy.level_starts = {name: task.starts for name, task in source.rising.items()}
-        return cls(plan, topo, policy, reference, advantage, loss, rollouts, teachers)
+        parts = (policy, reference, advantage, loss, rollouts, teachers, servers)
+        return cls(plan, topo, *parts)
 
     @property
     def engine(self) -> Engine:
@@ -333,6 +345,16 @@ class RolloutStep(Step):
         self.number = number
         with phase("time/rollout"):
             return self.rollouts.train(number)
+
+    def batch_of(
+        self, rollout: RolloutSamples, phase: Phase, minibatches: int | None = None
+    ) -> BatchShard:
+        """See `Step.batch_of`; a teacher on servers scores the samples of this rank before."""
+        if self.teacher_servers is not None:
+            with phase("time/teacher_logprobs"):
+                scored = self.teacher_servers.logprobs(rollout, self.topo)
+            rollout = replace(rollout, teacher_logprobs=scored)
+        return super().batch_of(rollout, phase, minibatches)
 
     def evaluate(self, phase: Phase) -> Metrics:
         """Rewards, pass@k and lengths on each set of held-out prompts."""

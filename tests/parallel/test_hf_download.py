@@ -58,7 +58,7 @@ class Hub(BaseHTTPRequestHandler):
             problem = {"none": "RepoNotFound", "closed": "GatedRepo"}.get(path.split("/")[-3], "")
             return self.answer(403 if problem == "GatedRepo" else 404, b"", "X-Error-Code", problem)
         if "/resolve/" in path:
-            content = self.files[path.split(f"/resolve/{COMMIT}/")[1]]
+            content = self.files[path.split("/resolve/")[1].partition("/")[2]]
             return self.answer(200, content, "ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         if "/tree/" in path:
             found = [
@@ -162,6 +162,24 @@ def test_fetch_downloads_on_one_rank_for_all(hub, model):
         "rank 0: model.weights: owner/closed: its owner asks for consent, expected a token with "
         "it. Give it, and set HF_TOKEN",
     ]
+
+
+def teacher_on_rank(group):
+    """The folder of a teacher on servers."""
+    os.environ |= {"WORLD_SIZE": str(group.size()), "LOCAL_RANK": str(group.rank())}
+    servers = "teacher.servers=[http://127.0.0.1:1]"
+    teacher = ("teacher.model=owner/name", servers, "objective.distill_coef=1")
+    plan = tiny_plan("parallel.dp=2", "log.progress=false", *teacher)
+    with topology.start(plan) as topo:
+        return fetch(plan, topo).teacher_folders["owner/name"]
+
+
+def test_fetch_leaves_out_the_weights_of_a_teacher_on_servers(hub, model):
+    folder, same = run_ranks(teacher_on_rank, 2, preload=BARE)
+    assert folder == same
+    wanted = {p.name for p in model[0].iterdir() if p.suffix != ".safetensors"}
+    assert {"config.json", "tokenizer.json"} < wanted
+    assert {p.name for p in Path(folder).iterdir()} == wanted
 
 
 def test_fetch_without_a_network_reads_the_cache_of_each_node(model, tmp_path, monkeypatch):

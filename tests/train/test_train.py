@@ -30,6 +30,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
 from tests.helpers.run_pages import opened, page_of
+from tests.helpers.teacher_server import TeacherServer
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -291,6 +292,50 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
     of_sources = ("source/one/teacher_kl", "source/two/teacher_kl")
     for name in ("loss", "grad_norm", "policy/teacher_kl", *of_sources):
         assert two[name] == pytest.approx(one[name], rel=1e-4), name
+
+
+def on_ranks_with_servers(_group, folder, *overrides):
+    os.environ["WORLD_SIZE"] = "2"
+    for layout in TAUGHT:
+        assert run(folder / layout, *layout.split(), *overrides) == 0
+
+
+def test_train_with_a_teacher_on_servers_is_the_same_in_every_layout(recording, tmp_path):
+    model = teachers.write_dense(tmp_path / "teacher")
+    overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
+    assert run(tmp_path / "one", *overrides) == 0
+    with TeacherServer(model) as server:
+        on_server = (*overrides, f"teacher.servers=[{server.address}]")
+        run_ranks(on_ranks_with_servers, 2, tmp_path, *on_server)
+        assert len(server.asked) == 2 * 16 * len(TAUGHT)
+    of_one = numbers(tmp_path / "one")
+    for layout in TAUGHT:
+        for one, two in zip(of_one, numbers(tmp_path / layout), strict=True):
+            for name in ("loss", "grad_norm", "policy/teacher_kl"):
+                assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
+
+
+def on_ranks_without_a_server(_group, folder, *overrides):
+    os.environ["WORLD_SIZE"] = "2"
+    assert run(folder, "parallel.dp=2", *overrides) == 1
+
+
+def test_train_saves_what_it_has_when_the_server_of_a_teacher_dies(recording, tmp_path):
+    model = teachers.write_dense(tmp_path / "teacher")
+    overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
+    with TeacherServer(model) as server:
+        server.answers = 16 + 8  # those of the first step, and half of the second one's
+        on_server = (*overrides, f"teacher.servers=[{server.address}]")
+        run_ranks(on_ranks_without_a_server, 2, tmp_path / "run", *on_server)
+    assert (tmp_path / "run/checkpoints/step-1").is_dir()
+    text = (tmp_path / "run/error.txt").read_text()
+    assert "samples have no log-probs, expected at least one server that answers" in text
+    with TeacherServer(model) as another:
+        on_server = (*overrides, f"teacher.servers=[{another.address}]")
+        assert run(tmp_path / "run", *on_server) == 0
+    assert [row["step"] for row in numbers(tmp_path / "run")] == [0, 1]
 
 
 def test_train_with_a_teacher_resumes(tmp_path):

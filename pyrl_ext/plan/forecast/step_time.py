@@ -115,7 +115,8 @@ def _assumed(plan: Plan) -> Iterator[str]:
             f"{encoder.name}: {plan.estimate.images:g} images of {plan.estimate.image_patches:,} "
             "patches in a sample (estimate)"
         )
-    yield "left out: the embedding, host work, kernel launches, evaluation, checkpoints"
+    servers = ", servers of the teacher" if plan.teacher.servers else ""
+    yield f"left out: the embedding, host work, kernel launches, evaluation, checkpoints{servers}"
 
 
 # Weight sync -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.language.errors import show
@@ -112,12 +113,8 @@ def remote_engines_return_what_is_trained_on(plan: Plan) -> Found:
 @rule("rollout")
 def remote_engines_have_addresses(plan: Plan) -> Found:
     key = "servers" if plan.rollout.servers else "launch"
-    twice = [each for each, times in Counter(plan.addresses).items() if times > 1]
-    if twice:
-        yield key, f"{twice[0]} twice, expected an address for each engine"
-    port = max((int(each.rpartition(":")[2]) for each in plan.addresses), default=0)
-    if port > 65535:
-        yield key, f"port {port}, expected at most 65535"
+    for problem in address_problems(plan.addresses, "engine"):
+        yield key, problem
     others = [each for each in plan.addresses if not LOOPBACK.fullmatch(each)]
     if others and plan.rollout.keys is None:
         yield (
@@ -125,6 +122,16 @@ def remote_engines_have_addresses(plan: Plan) -> Found:
             f"null with an engine at {others[0]}, expected a folder with the files generate and "
             "control; anyone who reaches that address could change its weights",
         )
+
+
+def address_problems(addresses: Sequence[str], what: str) -> Iterator[str]:
+    """What is wrong with the addresses of several servers, each of which is one `what`."""
+    twice = [each for each, times in Counter(addresses).items() if times > 1]
+    if twice:
+        yield f"{twice[0]} twice, expected an address for each {what}"
+    port = max((int(each.rpartition(":")[2]) for each in addresses), default=0)
+    if port > 65535:
+        yield f"port {port}, expected at most 65535"
 
 
 @rule("rollout.min_servers")

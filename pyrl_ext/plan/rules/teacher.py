@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, rule
+from pyrl_ext.plan.rules._rule import Found, changed, rule
+from pyrl_ext.plan.rules.servers import address_problems
 
 
 @rule("teacher.model")
@@ -80,6 +81,9 @@ def distributions_are_compared_in_chunks(plan: Plan) -> Found:
             f"{objective.distill} with objective.loss {objective.loss}, expected a loss of the "
             "package or distill: sampled; your function would not read the divergence"
         )
+    if plan.teacher.servers:
+        rule = "expected teacher.model on the trainer's ranks or distill: sampled"
+        return f"{objective.distill} with teacher.servers, {rule}; servers send single log-probs"
     if len(plan.teacher_plans) > 1:
         names = ", ".join(plan.teacher_plans)
         return f"{objective.distill} with teachers {names}, expected one or distill: sampled"
@@ -104,3 +108,37 @@ def teachers_read_text(plan: Plan) -> Found:
         names = ", ".join(plan.modules)
         what = f"{plan.objective.distill_coef:g} with modules {names}"
         return f"{what}, expected none; teachers see no images"
+
+
+@rule("teacher")
+def servers_hold_the_model_of_the_teacher(plan: Plan) -> Found:
+    teacher = plan.teacher
+    if not teacher.servers:
+        for name in ("key", "request_timeout"):
+            if changed(teacher, name):
+                value = show(getattr(teacher, name))
+                yield name, f"{value}, expected it left out; only teacher.servers reads it"
+        return
+    for problem in address_problems(teacher.servers, "server"):
+        yield "servers", problem
+    if teacher.model is None:
+        rule = "expected the folder or hub id of the model too; its tokenizer is compared"
+        yield "servers", f"{show(teacher.servers)} without teacher.model, {rule}"
+    if teacher.dtype is not None:
+        rule = "expected it left out; the servers decide"
+        yield "dtype", f"{teacher.dtype} with teacher.servers, {rule}"
+
+
+@rule("data.sources")
+def servers_teach_all_sources(plan: Plan) -> Found:
+    for name, keys in plan.data.sources.items() if plan.teacher.servers else ():
+        if keys.teacher is not None:
+            rule = "expected it left out; the servers hold teacher.model alone"
+            yield f"{name}.teacher", f"{show(keys.teacher)} with teacher.servers, {rule}"
+
+
+@rule("rollout.temperature")
+def servers_score_at_temperature_1(plan: Plan) -> Found:
+    if plan.teacher.servers and plan.rollout.temperature != 1:
+        rule = "expected 1; vLLM's log-probs of a prompt are those of temperature 1"
+        return f"{plan.rollout.temperature:g} with teacher.servers, {rule}"

@@ -419,6 +419,10 @@ def _rollout(plan: Plan) -> Iterator[tuple[str, str]]:
                 f"tokens, {turns.max_tokens:,} tokens in all; {turns.form}"
             ),
         )
+    if servers := plan.teacher.servers:
+        more = f" and {len(servers) - 1} more" if len(servers) > 1 else ""
+        sent = f"{plan.samples} samples of at most {plan.longest + 1:,} tokens a step"
+        yield "teacher", f"{plan.teacher.model} on {servers[0]}{more}, which score {sent}"
     group = plan.batching.samples_per_prompt
     yield "rollout step", f"{plan.samples} samples in groups of {group}"
     for name, teacher in plan.teacher_plans.items():

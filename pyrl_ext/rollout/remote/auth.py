@@ -60,7 +60,8 @@ class Keys:
         """
         if folder is None:
             return cls()
-        generate, control = (_read_key(Path(folder) / name) for name in ("generate", "control"))
+        files = [Path(folder) / name for name in ("generate", "control")]
+        generate, control = (read_key(file, "rollout.keys", MIN_KEY_LENGTH) for file in files)
         if generate == control:
             raise ValueError(f"rollout.keys: {folder}/generate and control are equal, expected two")
         return cls(generate, control)
@@ -75,14 +76,22 @@ class Keys:
         return "control" if is_control else "generate" if is_generate else "nobody"
 
 
-def _read_key(path: Path) -> str:
+def read_key(path: Path, where: str, least: int = 1) -> str:
+    """The secret in a file.
+
+    Args:
+        where: key of the plan, for messages
+        least: number of characters that it has
+
+    Raises: ValueError for a file that cannot be read, or is no such secret.
+    """
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"rollout.keys: {path}, {error}, expected a file with a key") from None
-    if len(text) < MIN_KEY_LENGTH or not text.isprintable() or " " in text:
+        raise ValueError(f"{where}: {path}, {error}, expected a file with a key") from None
+    if len(text) < least or not text.isprintable() or " " in text:
         raise ValueError(
-            f"rollout.keys: {path} has {len(text)} characters, expected at least {MIN_KEY_LENGTH} "
+            f"{where}: {path} has {len(text)} characters, expected at least {least} "
             "printable ones without spaces. Make one with: openssl rand -hex 32"
         )
     return text
