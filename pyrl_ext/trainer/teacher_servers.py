@@ -190,8 +190,8 @@ async def _ask_model(server: Server, plan: Plan) -> str:
     try:
         models = _Models.model_validate(await server.control(MODELS, method="GET")).data
     except ServerFailed as error:
-        advice = f"Start it with: vllm serve {teacher}"
-        raise RuntimeError(f"teacher.servers: {error}, expected a vLLM server. {advice}") from error
+        advice = f"a vLLM server should answer there. Start it with: vllm serve {teacher}"
+        raise RuntimeError(f"teacher.servers: {error}; {advice}") from error
     except ValidationError as error:
         raise RuntimeError(f"{where}: no list of models, expected vLLM's server") from error
     called = [model for model in models if model.id in (teacher, plan.resolve(teacher))]

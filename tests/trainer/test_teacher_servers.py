@@ -275,7 +275,7 @@ def test_a_server_of_other_models_is_refused_at_the_start(taught: Taught):
 def test_a_server_that_does_not_answer_is_refused_at_the_start(taught: Taught):
     with TeacherServer(None) as gone:
         plan = plan_with(taught.folder, on(taught.servers[0], gone))
-    match = f"{gone.address}/v1/models: .*expected a vLLM server. Start it with: vllm serve "
+    match = f"{gone.address}/v1/models: .*a vLLM server should answer there. Start it with: vllm"
     with pytest.raises(RuntimeError, match=match):
         TeacherServers.of(plan, taught.topo)
 
