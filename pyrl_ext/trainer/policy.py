@@ -189,6 +189,8 @@ class Policy:
         """Write models, optimizers and counters to ``folder``, whole or not at all; with
         ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
         self.need()
+        if self.reference is not None:
+            self.reference.need()
         plan = self.plan
         topo = self.topo
         known = self.step + plan.rollout.ahead  # what follows from rewards of finished steps

@@ -97,6 +97,8 @@ class Step(ABC):
         """
         self.close()
         self.policy.onload()
+        if self.policy.reference is not None:  # checkpoints hold it
+            self.policy.reference.onload()
         self.policy.need_finite()
 
     def sync_weights(self, version: int, phase: Phase) -> Metrics:
@@ -273,14 +275,14 @@ class RolloutStep(Step):
             reference = None
             rollouts.engine.score_canaries = partial(score_canaries, policy)
             if plan.objective.kl_coef and plan.lora is None and trainable:
-                reference = Policy.build(plan, topo, trainable=False)
+                reference = Policy.build(plan, topo, trainable=False, offloads=True)
                 if plan.objective.reference_refresh:
                     policy.reference = reference
             teachers: dict[str, Policy] = {}
             for name, of_teacher in plans.items():
                 layout = of_teacher.parallel  # of the trainer, but a dense teacher has no experts
                 place = replace(topo, ep_size=layout.ep, etp_size=layout.etp_size)
-                teachers[name] = Policy.build(of_teacher, place, trainable=False)
+                teachers[name] = Policy.build(of_teacher, place, trainable=False, offloads=True)
         except BaseException:
             rollouts.close()
             raise
@@ -306,6 +308,9 @@ class RolloutStep(Step):
         freed = 0
         parts = OFFLOADED[rollout.offload_trainer]
         with phase("time/publish"):
+            if "weights" in parts:
+                with phase("time/offload"):
+                    freed += sum(each.offload("weights") for each in self._frozen)
             for part in parts:
                 if part != "weights":
                     with phase("time/offload"):
@@ -373,7 +378,8 @@ class RolloutStep(Step):
             with phase("time/onload"):
                 if sleeps:
                     metrics["memory/engine_slept"] = self.rollouts.sleep()
-                self.policy.onload()
+                for each in (self.policy, *self._frozen):
+                    each.onload()
         return metrics
 
     def score(
@@ -428,6 +434,12 @@ class RolloutStep(Step):
             seconds = (p.module.replay.clock.take() for p in policies)
             metrics["time/replay"] = sum(sum(each.values()) for each in seconds)
         return metrics
+
+    @property
+    def _frozen(self) -> list[Policy]:
+        """The models that no step changes."""
+        reference = [] if self.reference is None else [self.reference]
+        return [*reference, *self.teachers.values()]
 
     def _refresh_reference(self) -> None:
         """Give the reference the policy's weights, if a refresh is due before this step's update. A

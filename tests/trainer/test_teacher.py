@@ -270,3 +270,40 @@ def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Pat
             found = gradients[name].double()
             want = parameter.grad.double()
             assert (found - want).norm() < 2e-3 * want.norm(), name
+
+
+def stepped(plan: Plan) -> list[dict[str, float]]:
+    """Metrics of two steps; with offloading, frozen models are away while the engine generates."""
+    clock = Clock()
+    found: list[dict[str, float]] = []
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        assert step.reference is not None
+        frozen = [step.reference, *step.teachers.values()]
+        for number in range(2):
+            step.sync_weights(number, clock)
+            for each in frozen:
+                sizes = {
+                    x.untyped_storage().size() for m in each.llm.models for x in m.parameters()
+                }
+                assert (sizes == {0}) == (plan.rollout.offload_trainer == "all")
+            rollout = step.take(number, clock)
+            step.onload(clock)
+            shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+            found.append(step.update(shard, clock) | step.weighed)
+    return found
+
+
+def test_frozen_models_are_offloaded_while_the_engine_generates(tmp_path: Path):
+    teachers.write_dense(tmp_path / "teacher")
+    plan = plan_with(tmp_path / "teacher", "objective.kl_coef=0.1")
+    # a rule refuses it on a CPU, where it serves no purpose
+    rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
+    away = plan.model_copy(update={"rollout": rollout})
+    assert stepped(away) == stepped(plan)
+    for name in ("teacher", "reference"):
+        items = [i for stage in stage_memory(away) for i in stage.items if i.name.startswith(name)]
+        assert [(item.name, item.host) for item in items] == [
+            (name, False),
+            (f"{name} on the host", True),
+        ]
+        assert "rollout" not in items[0].phases

@@ -294,8 +294,8 @@ def test_the_plan_shows_where_the_teacher_is():
     assert seconds[0] == 0 < seconds[1]
     shown = dict(facts(plan))
     assert shown["teacher"] == (
-        "zai-org/GLM-4.7-Flash on http://gpu-17:8000 and 1 more, which score 512 samples of at most "
-        f"{plan.longest + 1:,} tokens a step"
+        "zai-org/GLM-4.7-Flash on http://gpu-17:8000 and 1 more, which score 512 samples of at "
+        f"most {plan.longest + 1:,} tokens a step"
     )
     assert ", on the trainer's ranks, " in dict(facts(on_ranks))["teacher"]
     assert plan.fingerprint == on_ranks.fingerprint

@@ -70,7 +70,17 @@ def state_items(
     if plan.objective.kl_coef > 0 and plan.lora is None:
         since = "of an earlier step" if plan.objective.reference_refresh else "at the start"
         why = f"the weights {since}, kept because objective.kl_coef is above 0"
-        yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
+        yield from frozen_items(plan, f"reference{of}", weight * count, why)
+
+
+def frozen_items(plan: Plan, name: str, held: int, why: str) -> Iterator[Item]:
+    """Weights that no step changes and the engine does not read."""
+    if "weights" not in OFFLOADED[plan.rollout.offload_trainer]:
+        yield Item(name, held, MEMORY_PHASES, why)
+        return
+    yield Item(name, held, PASSES, f"{why}, offloaded in other phases")
+    pinned = f"{why}; torch keeps pinned memory"
+    yield Item(f"{name} on the host", held, MEMORY_PHASES, pinned, host=True)
 
 
 def context(plan: Plan, rank: int) -> Iterator[Item]:

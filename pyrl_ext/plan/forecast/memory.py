@@ -19,7 +19,7 @@ from pyrl_ext.plan.forecast.encoder import (
     encoders,
 )
 from pyrl_ext.plan.forecast.engine_memory import engine_items
-from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
+from pyrl_ext.plan.forecast.items import PASSES, Item, context, frozen_items, state_items
 from pyrl_ext.plan.forecast.muon import muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     held_on_rank,
@@ -117,7 +117,7 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
         count = held_on_rank(teacher, stage)
         why = f"{teacher.weight_bytes} bytes a parameter ({count:,}) of {name}"
         item = "teacher" if number == 1 else f"teacher {number}"
-        yield Item(item, teacher.weight_bytes * count, MEMORY_PHASES, why)
+        yield from frozen_items(plan, item, teacher.weight_bytes * count, why)
         if plan.objective.compares_distributions and any(c.loss for c in plan.stages[stage]):
             yield _hidden_states(plan, teacher, load)
     for encoder in encoders(plan):
@@ -217,7 +217,7 @@ def _hidden_states(plan: Plan, teacher: Plan, load: Load) -> Item:
         f"{teacher.sizes.hidden_size:,} numbers a row, this rank's share of {load.tokens:,} tokens"
     )
     name = "teacher's hidden states"
-    return Item(name, size, MEMORY_PHASES[2:], why, host=True, exact=ranks == 1)
+    return Item(name, size, PASSES, why, host=True, exact=ranks == 1)
 
 
 def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:

@@ -149,7 +149,8 @@ class Rollout(Servers):
     sleep: bool = True
     """release the engine's weights and cache on a shared GPU while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
-    """trainer state that is offloaded to host memory while the engine generates on a shared GPU"""
+    """trainer state that is offloaded to host memory while the engine generates on a shared GPU;
+    all: the weights of the reference and of teachers too"""
     transport: Literal["auto", "inprocess", "shm", "ipc", "broadcast"] = "auto"
     """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
     they are; the others run it in a separate process, and pass them through shared memory (shm,
