@@ -83,7 +83,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
         yield Served(model, (*own, f"teacher.key={folder / 'key'}"))
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(DEADLINE)
+        finally:
+            process.kill()
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
