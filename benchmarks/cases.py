@@ -75,6 +75,8 @@ GPU_BARS: dict[str, list[tuple[str, dict[str, float], dict[str, float]]]] = {
         ("backward of hidden", {"% of floor": 75}, {}),
     ],
     "gather_fields": [("", {"index each": 2}, {})],
+    # predicted 25: torch's passes over the logits move 220 bytes of each
+    "divergence": [("", {"% of floor": 20}, {})],
     "gather_routes": [("", {"% of floor": 80}, {})],
     "feed": [("a microbatch", {}, {"ms": 0.15})],
     "replay_probs": [("probs and map", {"% of floor": 80}, {}), ("router", {"megatron": 1}, {})],
