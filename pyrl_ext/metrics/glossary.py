@@ -301,7 +301,7 @@ _METRICS = (
         "rollout/flat_groups",
         "1",
         "Fraction of the generated groups whose samples have equal rewards, which give no "
-        "gradient.",
+        "gradient; not with objective.advantage none.",
         (0.8, 0.99),
         problem="{share} flat groups",
     ),

@@ -425,6 +425,8 @@ class RolloutStep(Step):
         """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
         assert old is not None
         metrics = index.stats() | self.rollouts.dropped | compare(shard, old, self.topo)
+        if self.plan.objective.advantage == "none":  # no group lacks a gradient
+            metrics.pop("rollout/flat_groups")
         metrics |= self.moved.metrics(self.topo) | self.weighed
         metrics |= self.rollouts.engine.metrics()  # with what came after the publish
         if self.plan.rollout.ahead:

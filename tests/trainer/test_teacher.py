@@ -82,13 +82,15 @@ def test_without_rewards_the_teacher_alone_is_the_advantage(tmp_path: Path):
     with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
         step.sync_weights(0, clock)
         rollout = step.take(0, clock)
-        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+        shard, scores = step.score(step.batch_of(rollout, clock), rollout.index, clock)
         assert rollout.index.rewards.any()
         columns = shard.columns
         gap = columns["teacher_logprobs"] - columns["old_logprobs"]
         mask = columns["loss_mask_0"]
         assert torch.equal(columns["advantages"][mask], gap[mask])
         assert not columns["advantages"][~mask].any()
+        metrics = step.metrics(rollout.index, shard, scores)
+        assert "reward" in metrics and "rollout/flat_groups" not in metrics
 
 
 def test_grpo_opd_adds_the_teacher_to_the_advantages_of_grpo(tmp_path: Path):
