@@ -275,7 +275,9 @@ class Policy:
 
         def reduce(micro: Microbatch, output: tuple[Tensor], _mtp: list[Tensor]) -> Reduced:
             real = to_device((micro.at >= 0).nonzero()[:, 0], device)
-            rows = output[0].index_select(0, real)
+            assert taken.head is not None  # every pass has a microbatch
+            # megatron's Float16Module returns float32
+            rows = output[0].index_select(0, real).to(taken.head.dtype)
             here = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_gpu(device))
             parts.append(here.copy_(rows, non_blocking=True))
             return rows.new_zeros(()), real.new_ones((), dtype=torch.int32), None

@@ -236,6 +236,23 @@ def compared(plan: Plan) -> tuple[dict[str, float], dict[str, torch.Tensor], lis
     return metrics, gradients, samples
 
 
+def divergences(
+    student: Any, teacher: Any, samples: list[Any], kind: str
+) -> tuple[torch.Tensor, int]:
+    """The sum over loss tokens of the divergences of transformers' two models, and their number."""
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for tokens, mask in samples:
+        ours = student(tokens[None].long()).logits[0, :-1].double().log_softmax(-1)
+        with torch.no_grad():
+            theirs = teacher(tokens[None].long()).logits[0, :-1].double()
+        theirs = theirs[:, : ours.shape[1]].log_softmax(-1)
+        values = teachers.divergence(ours, theirs, kind)
+        total = total + values[mask[1:]].sum()
+        count += int(mask[1:].sum())
+    return total, count
+
+
 @pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
 def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Path):
     """The divergence and its gradient are those of transformers' two models."""
@@ -250,23 +267,27 @@ def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Pat
         "batching.minibatches=1",
     )
     metrics, gradients, samples = compared(plan)
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for tokens, mask in samples:
-        ours = student(tokens[None].long()).logits[0, :-1].double().log_softmax(-1)
-        with torch.no_grad():
-            theirs = teacher(tokens[None].long()).logits[0, :-1].double()
-        theirs = theirs[:, : ours.shape[1]].log_softmax(-1)
-        values = teachers.divergence(ours, theirs, kind)
-        total = total + values[mask[1:]].sum()
-        count += int(mask[1:].sum())
+    total, count = divergences(student, teacher, samples, kind)
     loss = 0.5 * total / count
-    assert metrics["policy/divergence"] == pytest.approx(float(total) / count, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
-    assert metrics["loss/distill"] == pytest.approx(float(loss), rel=1e-4)
+    want = float(loss.detach())
+    assert metrics["policy/divergence"] == pytest.approx(2 * want, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(want, rel=1e-4)
+    assert metrics["loss/distill"] == pytest.approx(want, rel=1e-4)
     loss.backward()
     for name, parameter in student.named_parameters():
         if name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
             found = gradients[name].double()
             want = parameter.grad.double()
             assert (found - want).norm() < 2e-3 * want.norm(), name
+
+
+@pytest.mark.parametrize("override", ["teacher.dtype=bfloat16", "model.dtype=bfloat16"])
+def test_distributions_of_bfloat16_models_are_compared(override: str, tmp_path: Path):
+    teacher = teachers.write_dense(tmp_path / "teacher")
+    student = teachers.write_sparse(tmp_path / "student")
+    student_weights = f"model.weights={tmp_path / 'student'}"
+    overrides = (student_weights, "objective.distill=js", "batching.minibatches=1", override)
+    plan = plan_with(tmp_path / "teacher", *overrides)
+    metrics, _, samples = compared(plan)
+    total, count = divergences(student, teacher, samples, "js")
+    assert metrics["policy/divergence"] == pytest.approx(float(total.detach()) / count, rel=0.05)
