@@ -170,6 +170,19 @@ def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_built(tmp_path
         RolloutStep.build(plan, topo)
 
 
+def test_a_token_that_the_teacher_does_not_have_is_refused(tmp_path: Path):
+    """The policy draws ids that its embedding has beyond the tokenizer's, the teacher's has not."""
+    teachers.write_dense(tmp_path / "teacher", vocab_size=128)
+    config = json.loads((teachers.TINY / "config.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_with(tmp_path / "teacher", f"model.config={tmp_path / 'config.json'}")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        with pytest.raises(DataError, match=r"a sample has token \d+, expected ids below 128"):
+            step.batch_of(step.take(0, clock), clock)
+
+
 def test_the_plan_counts_the_teacher(tmp_path: Path):
     model = teachers.write_dense(tmp_path / "teacher")
     plan = plan_with(tmp_path / "teacher", "parallel.pp=2")
