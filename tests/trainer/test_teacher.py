@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.mixed_prompts import MixedPrompts
+from pyrl_ext.megatron.logprob_head import TeacherOutput
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
@@ -21,6 +23,7 @@ from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import teachers
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -250,7 +253,7 @@ def compared(plan: Plan) -> tuple[dict[str, float], dict[str, torch.Tensor], lis
 
 
 def divergences(
-    student: Any, teacher: Any, samples: list[Any], kind: str
+    student: Any, teacher: Any, samples: list[Any], kind: str, share: float = 0.5
 ) -> tuple[torch.Tensor, int]:
     """The sum over loss tokens of the divergences of transformers' two models, and their number."""
     total = torch.zeros((), dtype=torch.float64)
@@ -260,27 +263,42 @@ def divergences(
         with torch.no_grad():
             theirs = teacher(tokens[None].long()).logits[0, :-1].double()
         theirs = theirs[:, : ours.shape[1]].log_softmax(-1)
-        values = teachers.divergence(ours, theirs, kind)
+        values = teachers.divergence(ours, theirs, kind, share)
         total = total + values[mask[1:]].sum()
         count += int(mask[1:].sum())
     return total, count
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
-def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Path):
+def write_tied(folder: Path) -> Any:
+    """A teacher whose head is its embedding."""
+    return teachers.write_dense(folder, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "write"),
+    [
+        ("reverse", 0.5, partial(teachers.write_sparse, seed=3)),
+        ("forward", 0.5, write_tied),
+        ("js", 0.3, teachers.write_dense),
+    ],
+)
+def test_distributions_are_compared_over_the_vocabulary(
+    kind: str, share: float, write: Any, tmp_path: Path
+):
     """The divergence and its gradient are those of transformers' two models."""
-    teacher = teachers.write_dense(tmp_path / "teacher")
+    teacher = write(tmp_path / "teacher")
     student = teachers.write_sparse(tmp_path / "student")
     plan = plan_with(
         tmp_path / "teacher",
         f"model.weights={tmp_path / 'student'}",
         f"objective.distill={kind}",
+        f"objective.distill_share={share}",
         "objective.advantage=none",
         "objective.entropy_coef=0",
         "batching.minibatches=1",
     )
     metrics, gradients, samples = compared(plan)
-    total, count = divergences(student, teacher, samples, kind)
+    total, count = divergences(student, teacher, samples, kind, share)
     loss = 0.5 * total / count
     want = float(loss.detach())
     assert metrics["policy/divergence"] == pytest.approx(2 * want, rel=1e-4)
@@ -304,3 +322,19 @@ def test_distributions_of_bfloat16_models_are_compared(override: str, tmp_path: 
     metrics, _, samples = compared(plan)
     total, count = divergences(student, teacher, samples, "js")
     assert metrics["policy/divergence"] == pytest.approx(float(total.detach()) / count, rel=0.05)
+
+
+def heads_on_ranks(group: Any) -> None:
+    rows = 12 // group.size()
+    whole = torch.arange(24.0).view(12, 2)
+    padded = torch.cat([whole, torch.zeros(24, 2)])
+    output = TeacherOutput(group)
+    output.head = whole[group.rank() * rows :][:rows]
+    for columns in (4, 6, 8, 12, 15):
+        want = padded[group.rank() * columns :][:columns]
+        assert torch.equal(output.head_for(columns), want), columns
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_head_is_cut_and_padded_to_the_columns_of_the_policy(world_size: int):
+    run_ranks(heads_on_ranks, world_size)
