@@ -198,6 +198,13 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
     )
     assert first.bytes_of(STATES) == 0
     assert last.bytes_of(STATES) == 4 * 32 * plan.samples * plan.longest  # its width is 32
+    (shared,) = stage_memory(
+        plan_with(tmp_path / "teacher", "parallel.dp=2", "objective.distill=forward")
+    )
+    assert 2 * shared.bytes_of(STATES) == last.bytes_of(STATES)
+    sampled = stage_memory(plan)[-1].bytes_of("logits")
+    head_gradient = 4 * 128 * 64
+    assert last.bytes_of("logits") == 6 * sampled + head_gradient
     line = dict(facts(plan))["teacher"]
     assert line == f"{tmp_path / 'teacher'}, on the trainer's ranks, {size(max(held))} a rank"
     assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
