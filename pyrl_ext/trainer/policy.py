@@ -272,14 +272,21 @@ class Policy:
         self.need("weights")
         self._need_stream("hidden_states")
         taken = TeacherOutput(self.topo.groups.tp)
-        parts: list[Tensor] = []
+        held: list[Tensor] = []  # one tensor, once the width is known
         device = self.topo.device
+        total = len(shard.rows.tokens)
 
         def reduce(micro: Microbatch, output: tuple[Tensor], _mtp: list[Tensor]) -> Reduced:
             real = to_device((micro.at >= 0).nonzero()[:, 0], device)
-            rows = output[0].index_select(0, real)
-            here = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_gpu(device))
-            parts.append(here.copy_(rows, non_blocking=True))
+            assert taken.head is not None  # every pass has a microbatch
+            # megatron's Float16Module returns float32
+            rows = output[0].index_select(0, real).to(taken.head.dtype)
+            if not held:
+                size = (total, rows.shape[1])
+                held.append(torch.empty(size, dtype=rows.dtype, pin_memory=on_gpu(device)))
+            if len(rows):  # a microbatch has consecutive rows of the shard
+                first = int(micro.at.max()) + 1 - len(rows)
+                held[0][first : first + len(rows)].copy_(rows, non_blocking=True)
             return rows.new_zeros(()), real.new_ones((), dtype=torch.int32), None
 
         self._set_training(False)
@@ -290,7 +297,7 @@ class Policy:
         head = taken.head_for(columns)
         if on_gpu(device):
             torch.get_device_module(device).synchronize(device)
-        return torch.cat(parts), TeacherHead(head, self.plan.sizes.vocab_size)
+        return held[0], TeacherHead(head, self.plan.sizes.vocab_size)
 
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
         """[N, 2] values of the rows of a shard; [0, 2] before the last stage.

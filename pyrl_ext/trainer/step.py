@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from pyrl_ext.data.files import DataError
 from pyrl_ext.data.mixed_prompts import MixedPrompts
 from pyrl_ext.data.prompt_dataset import build_source, image_scale
 from pyrl_ext.data.tokenizer import check_same_tokens, load_tokenizer
@@ -360,6 +361,19 @@ class RolloutStep(Step):
                 scored = self.teacher_servers.logprobs(rollout, self.topo)
             rollout = replace(rollout, teacher_logprobs=scored)
         return super().batch_of(rollout, phase, minibatches)
+
+    def _rows_of(self, rollout: RolloutSamples) -> Batch | None:
+        """See `Step._rows_of`; the teachers must have every token of the samples."""
+        for name, teacher in self.teachers.items():
+            size = teacher.plan.sizes.vocab_size
+            largest = max((int(sample.tokens.max()) for sample in rollout.samples), default=0)
+            if largest >= size:
+                raise DataError(
+                    f"teacher {name}: a sample has token {largest}, expected ids below {size}, its "
+                    "vocab_size; the policy drew an id of its padding. Use a teacher whose "
+                    "vocabulary is padded as far, or a policy that does not draw such ids"
+                )
+        return super()._rows_of(rollout)
 
     def evaluate(self, phase: Phase) -> Metrics:
         """Rewards, pass@k and lengths on each set of held-out prompts."""

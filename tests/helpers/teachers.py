@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,5 +66,5 @@ def divergence(policy: torch.Tensor, teacher: torch.Tensor, kind: str, share: fl
         return kl(policy, teacher)
     if kind == "forward":
         return kl(teacher, policy)
-    mixed = (share * teacher.exp() + (1 - share) * policy.exp()).log()
+    mixed = torch.logaddexp(teacher + math.log(share), policy + math.log(1 - share))
     return share * kl(teacher, mixed) + (1 - share) * kl(policy, mixed)

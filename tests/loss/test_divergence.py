@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.loss.fused_head import linear_logprob_loss
+from pyrl_ext.loss.fused_head import linear_logprob_loss, tiles
 from pyrl_ext.loss.fused_head.divergence import KINDS, Teacher
 from tests.helpers.ranks import run_ranks
 from tests.helpers.teachers import divergence
@@ -99,6 +99,47 @@ def test_divergence_and_gradient_are_those_of_all_logits(kind, valid, rows):
         want = exact(torch.float64, kind, share, valid, rows)
         for found, value in zip(fused(torch.float64, kind, share, valid, rows), want, strict=True):
             torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("valid", VALID)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_of_the_vocabulary_add_up(kind, valid, monkeypatch):
+    """Ten tiles of each head, of which the policy or the teacher may have more than the other."""
+    monkeypatch.setattr(tiles, "CPU_TILE", 1)  # the smallest tile has 256 columns
+    want = exact(torch.float64, kind, 0.5, valid, ROWS)
+    for found, value in zip(fused(torch.float64, kind, 0.5, valid, ROWS), want, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_neither_model_expects_leave_the_numbers_finite(kind):
+    """In float32 most probabilities of both models are 0."""
+    hidden, weight, hidden_t, weight_t, targets, *_ = problem(torch.float32)
+    hidden = (100 * hidden).requires_grad_()
+    hidden_t = 100 * hidden_t
+    given = (hidden, weight, targets, lambda *values: values[3].sum())
+    total = linear_logprob_loss(*given, teacher=Teacher(hidden_t, weight_t, VOCAB, kind))
+    (found,) = torch.autograd.grad(total, hidden)
+    ours = (hidden.detach().double() @ weight.double().t()).log_softmax(-1)
+    theirs = (hidden_t.double() @ weight_t.double().t()).log_softmax(-1)
+    assert (ours < -110).float().mean() > 0.9 and (theirs < -110).float().mean() > 0.9
+    want = divergence(ours, theirs, kind).sum()
+    torch.testing.assert_close(total.detach().double(), want, rtol=1e-4, atol=0)
+    assert found.isfinite().all() and found.any()
+
+
+def test_a_chunk_has_room_for_the_numbers_of_both_models():
+    hidden, weight, hidden_t, weight_t, targets, *_ = problem(torch.float32)
+    sizes: list[int] = []
+
+    def loss(logprob, entropy, where, divergence):
+        sizes.append(len(where))
+        return divergence.sum()
+
+    teacher = Teacher(hidden_t, weight_t, VOCAB, "js")
+    given = (hidden, weight, targets, loss)
+    linear_logprob_loss(*given, chunk_bytes=CHUNK, teacher=teacher)
+    assert sizes == [20, 20, 8]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

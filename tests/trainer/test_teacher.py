@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.mixed_prompts import MixedPrompts
+from pyrl_ext.megatron.logprob_head import TeacherOutput
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
@@ -21,6 +23,7 @@ from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import teachers
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -172,6 +175,19 @@ def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_built(tmp_path
         RolloutStep.build(plan, topo)
 
 
+def test_a_token_that_the_teacher_does_not_have_is_refused(tmp_path: Path):
+    """The policy draws ids that its embedding has beyond the tokenizer's, the teacher's has not."""
+    teachers.write_dense(tmp_path / "teacher", vocab_size=128)
+    config = json.loads((teachers.TINY / "config.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_with(tmp_path / "teacher", f"model.config={tmp_path / 'config.json'}")
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        step.sync_weights(0, clock)
+        with pytest.raises(DataError, match=r"a sample has token \d+, expected ids below 128"):
+            step.batch_of(step.take(0, clock), clock)
+
+
 def test_the_plan_counts_the_teacher(tmp_path: Path):
     model = teachers.write_dense(tmp_path / "teacher")
     plan = plan_with(tmp_path / "teacher", "parallel.pp=2")
@@ -184,6 +200,13 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
     )
     assert first.bytes_of(STATES) == 0
     assert last.bytes_of(STATES) == 4 * 32 * plan.samples * plan.longest  # its width is 32
+    (shared,) = stage_memory(
+        plan_with(tmp_path / "teacher", "parallel.dp=2", "objective.distill=forward")
+    )
+    assert 2 * shared.bytes_of(STATES) == last.bytes_of(STATES)
+    sampled = stage_memory(plan)[-1].bytes_of("logits")
+    head_gradient = 4 * 128 * 64
+    assert last.bytes_of("logits") == 6 * sampled + head_gradient
     line = dict(facts(plan))["teacher"]
     assert line == f"{tmp_path / 'teacher'}, on the trainer's ranks, {size(max(held))} a rank"
     assert Plan.from_json(plan.to_json()).teacher_plans == plan.teacher_plans
@@ -238,20 +261,10 @@ def compared(plan: Plan) -> tuple[dict[str, float], dict[str, torch.Tensor], lis
     return metrics, gradients, samples
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
-def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Path):
-    """The divergence and its gradient are those of transformers' two models."""
-    teacher = teachers.write_dense(tmp_path / "teacher")
-    student = teachers.write_sparse(tmp_path / "student")
-    plan = plan_with(
-        tmp_path / "teacher",
-        f"model.weights={tmp_path / 'student'}",
-        f"objective.distill={kind}",
-        "objective.advantage=none",
-        "objective.entropy_coef=0",
-        "batching.minibatches=1",
-    )
-    metrics, gradients, samples = compared(plan)
+def divergences(
+    student: Any, teacher: Any, samples: list[Any], kind: str, share: float = 0.5
+) -> tuple[torch.Tensor, int]:
+    """The sum over loss tokens of the divergences of transformers' two models, and their number."""
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     for tokens, mask in samples:
@@ -259,13 +272,47 @@ def test_distributions_are_compared_over_the_vocabulary(kind: str, tmp_path: Pat
         with torch.no_grad():
             theirs = teacher(tokens[None].long()).logits[0, :-1].double()
         theirs = theirs[:, : ours.shape[1]].log_softmax(-1)
-        values = teachers.divergence(ours, theirs, kind)
+        values = teachers.divergence(ours, theirs, kind, share)
         total = total + values[mask[1:]].sum()
         count += int(mask[1:].sum())
+    return total, count
+
+
+def write_tied(folder: Path) -> Any:
+    """A teacher whose head is its embedding."""
+    return teachers.write_dense(folder, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "write"),
+    [
+        ("reverse", 0.5, partial(teachers.write_sparse, seed=3)),
+        ("forward", 0.5, write_tied),
+        ("js", 0.3, teachers.write_dense),
+    ],
+)
+def test_distributions_are_compared_over_the_vocabulary(
+    kind: str, share: float, write: Any, tmp_path: Path
+):
+    """The divergence and its gradient are those of transformers' two models."""
+    teacher = write(tmp_path / "teacher")
+    student = teachers.write_sparse(tmp_path / "student")
+    plan = plan_with(
+        tmp_path / "teacher",
+        f"model.weights={tmp_path / 'student'}",
+        f"objective.distill={kind}",
+        f"objective.distill_share={share}",
+        "objective.advantage=none",
+        "objective.entropy_coef=0",
+        "batching.minibatches=1",
+    )
+    metrics, gradients, samples = compared(plan)
+    total, count = divergences(student, teacher, samples, kind, share)
     loss = 0.5 * total / count
-    assert metrics["policy/divergence"] == pytest.approx(float(total) / count, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
-    assert metrics["loss/distill"] == pytest.approx(float(loss), rel=1e-4)
+    want = float(loss.detach())
+    assert metrics["policy/divergence"] == pytest.approx(2 * want, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(want, rel=1e-4)
+    assert metrics["loss/distill"] == pytest.approx(want, rel=1e-4)
     loss.backward()
     for name, parameter in student.named_parameters():
         if name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
@@ -301,7 +348,8 @@ def test_frozen_models_are_offloaded_while_the_engine_generates(tmp_path: Path):
     # a rule refuses it on a CPU, where it serves no purpose
     rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
     away = plan.model_copy(update={"rollout": rollout})
-    assert stepped(away) == stepped(plan)
+    for one, other in zip(stepped(away), stepped(plan), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
     for name in ("teacher", "reference"):
         items = [i for stage in stage_memory(away) for i in stage.items if i.name.startswith(name)]
         assert [(item.name, item.host) for item in items] == [
@@ -309,3 +357,31 @@ def test_frozen_models_are_offloaded_while_the_engine_generates(tmp_path: Path):
             (f"{name} on the host", True),
         ]
         assert "rollout" not in items[0].phases
+
+
+@pytest.mark.parametrize("override", ["teacher.dtype=bfloat16", "model.dtype=bfloat16"])
+def test_distributions_of_bfloat16_models_are_compared(override: str, tmp_path: Path):
+    teacher = teachers.write_dense(tmp_path / "teacher")
+    student = teachers.write_sparse(tmp_path / "student")
+    student_weights = f"model.weights={tmp_path / 'student'}"
+    overrides = (student_weights, "objective.distill=js", "batching.minibatches=1", override)
+    plan = plan_with(tmp_path / "teacher", *overrides)
+    metrics, _, samples = compared(plan)
+    total, count = divergences(student, teacher, samples, "js")
+    assert metrics["policy/divergence"] == pytest.approx(float(total.detach()) / count, rel=0.05)
+
+
+def heads_on_ranks(group: Any) -> None:
+    rows = 12 // group.size()
+    whole = torch.arange(24.0).view(12, 2)
+    padded = torch.cat([whole, torch.zeros(24, 2)])
+    output = TeacherOutput(group)
+    output.head = whole[group.rank() * rows :][:rows]
+    for columns in (4, 6, 8, 12, 15):
+        want = padded[group.rank() * columns :][:columns]
+        assert torch.equal(output.head_for(columns), want), columns
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_head_is_cut_and_padded_to_the_columns_of_the_policy(world_size: int):
+    run_ranks(heads_on_ranks, world_size)

@@ -68,7 +68,7 @@ class TeacherTiles:
     def __init__(self, teacher: Teacher, call: CallPlan):
         common = min(call.valid_vocab, teacher.valid_vocab)
         self.teacher = teacher
-        self.head = HeadTiles(teacher.weight, replace(call, valid_vocab=common, masks=None))
+        self.head = HeadTiles(teacher.weight, replace(call, valid_vocab=common))
         self.group = call.group
 
     def compare(self, tiles: Sequence[Tensor], scale: Tensor, tokens: Tensor) -> Divergence:
@@ -82,7 +82,6 @@ class TeacherTiles:
         Communicates: all-gathers of [2, c] over the ranks of the vocabulary, two in all.
         """
         theirs = self.head.logits(operand(self.teacher.hidden.index_select(0, tokens)))
-        theirs = [tile.to(scale.dtype) for tile in theirs]
         return Divergence(tiles, theirs, scale, self.teacher, self.group)
 
 
