@@ -18,7 +18,7 @@ from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.model import ranks
-from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.chunks import SPLIT_WAYS, ModelChunk, even_layout, plan_stages
 from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.freeze import frozen_rows
@@ -430,8 +430,16 @@ class Plan(Config):
         fields["replay"] = dict.fromkeys(("old", "reference", "train"), False)
         fields["data"] |= {"sources": {}}
         fields |= {"modules": {}, "lora": None, "objective": {}, "teacher": {}}
-        if not read_sizes(hf).num_experts:
+        sizes = read_sizes(hf)
+        layout = self.parallel
+        if not sizes.num_experts:
             fields["parallel"] |= {"ep": 1, "etp": None}
+        layers = sizes.num_hidden_layers
+        if layout.pp > 1 and (layers != self.sizes.num_hidden_layers or self.num_mtp_layers):
+            for key in SPLIT_WAYS:
+                del fields["parallel"][key]
+            even = even_layout(layers, 0, layout.pp * layout.vpp_size)
+            fields["parallel"]["pipeline_model_parallel_layout"] = even
         derived = {"source": self.source, "hf": hf, "fetched": self.fetched}
         return Plan.model_validate(fields | derived)
 

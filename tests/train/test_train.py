@@ -251,6 +251,18 @@ def on_ranks_with_a_teacher(_group, folder, *overrides):
         assert run(folder / layout, *layout.split(), *overrides) == 0
         assert run(folder / f"js {layout}", *layout.split(), *overrides, *COMPARED) == 0
     assert run(folder / "two of two stages", "parallel.pp=2", *two_teachers(folder)) == 0
+    assert run(folder / "deep of two stages", "parallel.pp=2", *deep_teacher(folder)) == 0
+
+
+def deep_teacher(folder):
+    """Of seven layers, which two stages cannot share equally."""
+    return (
+        f"teacher.model={folder / 'deep'}",
+        "objective.distill_coef=0.5",
+        "objective.distill=reverse",
+        "steps=1",
+        "evaluate.every=0",
+    )
 
 
 def two_teachers(folder):
@@ -270,7 +282,9 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
     """A dense teacher, whose ranks have no experts to spread."""
     teachers.write_dense(tmp_path / "teacher")
     teachers.write_sparse(tmp_path / "sparse")
+    teachers.write_dense(tmp_path / "deep", num_hidden_layers=7)
     assert run(tmp_path / "two", *two_teachers(tmp_path)) == 0
+    assert run(tmp_path / "deep of one", *deep_teacher(tmp_path)) == 0
     overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
     overrides += (f"teacher.model={tmp_path / 'teacher'}", "objective.distill_coef=0.5", "steps=2")
     assert run(tmp_path / "one", *overrides) == 0
@@ -288,6 +302,9 @@ def test_train_with_a_teacher_is_the_same_in_every_layout(recording, tmp_path):
         for one, two in zip(of_one, numbers(tmp_path / f"js {layout}"), strict=True):
             for name in ("loss", "grad_norm", "policy/divergence"):
                 assert two[name] == pytest.approx(one[name], rel=1e-4), (layout, name, one["step"])
+    (one,), (two,) = numbers(tmp_path / "deep of one"), numbers(tmp_path / "deep of two stages")
+    for name in ("loss", "grad_norm", "policy/divergence"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4), name
     (one,), (two,) = numbers(tmp_path / "two"), numbers(tmp_path / "two of two stages")
     of_sources = ("source/one/teacher_kl", "source/two/teacher_kl")
     for name in ("loss", "grad_norm", "policy/teacher_kl", *of_sources):

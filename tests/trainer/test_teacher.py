@@ -216,7 +216,7 @@ def test_the_plan_counts_the_teacher(tmp_path: Path):
 @pytest.mark.parametrize(
     ("sizes", "override", "message"),
     [
-        ({"num_hidden_layers": 3}, "parallel.pp=2", "parallel.pp: "),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "parallel.tp=2", "parallel.tp: "),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, "parallel.tp=2", "parallel.tp: "),
     ],
 )
@@ -227,6 +227,23 @@ def test_a_teacher_that_the_layout_cannot_run_is_refused(
     with pytest.raises(ConfigError, match="on the ranks of the trainer") as caught:
         plan_with(tmp_path / "teacher", override)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "override", "split"),
+    [
+        (3, "parallel.pp=2", [[(0, 1)], [(2,)]]),
+        (3, "parallel.pp=4", [[(0,)], [(1,)], [(2,)], [()]]),
+        (7, "parallel.vpp=2", [[(0, 1), (4, 5)], [(2, 3), (6,)]]),
+    ],
+)
+def test_a_deeper_or_shallower_teacher_is_split_evenly(
+    layers: int, override: str, split: Any, tmp_path: Path
+):
+    teachers.write_dense(tmp_path / "teacher", num_hidden_layers=layers)
+    stages = ("parallel.pp=2",) if "vpp" in override else ()
+    (teacher,) = plan_with(tmp_path / "teacher", override, *stages).teacher_plans.values()
+    assert [[chunk.layers for chunk in stage] for stage in teacher.stages] == split
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse, teacher_
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import show
-from pyrl_ext.plan.model.chunks import SPLIT_WAYS
+from pyrl_ext.plan.model.chunks import SPLIT_WAYS, even_layout
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
@@ -197,13 +197,3 @@ class _Given:
                 return
             search.smallest = min(peak, search.smallest or peak)
         search.too_large += 1
-
-
-def even_layout(layers: int, mtp: int, stages: int) -> str:
-    """Megatron's layout string for stages that differ by one layer at most. The stages at the ends,
-    which have the embedding and the loss, are the last to get the extra layer."""
-    fewest, more = divmod(layers, stages)
-    inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
-    longer = set(inner_first[:more])
-    counts = [fewest + (i in longer) for i in range(stages)]
-    return f"E{'|'.join(f't*{count}' if count else '' for count in counts)}{'m' * mtp}L"

@@ -105,3 +105,13 @@ def spell_out(layout: str) -> str:
     for repeated in (r"([EtmL|])\*([0-9]{1,3})", r"\(([EtmL|]+)\)\*([0-9]{1,3})"):  # letter, group
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
     return plain
+
+
+def even_layout(layers: int, mtp: int, stages: int) -> str:
+    """Megatron's layout string for stages that differ by one layer at most. The stages at the ends,
+    which have the embedding and the loss, are the last to get the extra layer."""
+    fewest, more = divmod(layers, stages)
+    inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
+    longer = set(inner_first[:more])
+    counts = [fewest + (i in longer) for i in range(stages)]
+    return f"E{'|'.join(f't*{count}' if count else '' for count in counts)}{'m' * mtp}L"
