@@ -71,7 +71,8 @@ def data_file_problem(plan: Plan, name: str, or_dataset: bool = True) -> str | N
     if not or_dataset and os.path.isdir(path):
         if any(Path(path).glob("*.safetensors")):
             return None
-        return f"{relative(path)} has no *.safetensors, expected the folder of rollout.record"
+        rule = "expected a .jsonl or .parquet file, or a folder that rollout.record wrote"
+        return f"no *.safetensors in {relative(path)}, {rule}"
     if not path.endswith(DATA_FILES):
         others = (
             ", a folder, or a dataset's id" if or_dataset else ", or a folder of rollout.record"

@@ -344,8 +344,8 @@ class Data(PromptKeys):
     max_prompt_tokens: Count = 0
     """longest prompt [tokens]"""
     path: File | None = None
-    """.jsonl or .parquet of messages, or tokens and loss_mask, or a folder that rollout.record
-    wrote, relative to this YAML file"""
+    """.jsonl or .parquet of messages, or tokens and loss_mask, or a folder in which rollouts were
+    recorded, relative to this YAML file"""
     max_tokens: Count = 0
     """longest record of data.path [tokens]"""
     truncate: bool = False
