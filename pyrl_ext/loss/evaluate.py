@@ -55,8 +55,8 @@ def evaluate(
     if len(advantages) == len(lengths):
         advantages = torch.as_tensor(advantages, dtype=torch.float64)[samples]
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    given |= dict(rollout_logprobs=rollout_logprobs, advantages=advantages, loss_mask=loss_mask)
-    given |= dict(divergence=divergence)
+    given |= {"rollout_logprobs": rollout_logprobs, "divergence": divergence}
+    given |= {"advantages": advantages, "loss_mask": loss_mask}
     known: dict[str, Any] = {name: _column(name, x, len(samples)) for name, x in given.items()}
     leaf = known.pop("logprobs").requires_grad_()
     spread = _column("entropy", entropy, len(samples))

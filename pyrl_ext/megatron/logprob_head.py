@@ -113,9 +113,7 @@ class TeacherOutput:
         hidden = hidden_states.flatten(0, 1)
         if not output_layer.sequence_parallel or self.group.size() == 1:
             return (hidden,)
-        whole = hidden.new_empty(self.group.size() * len(hidden), hidden.shape[1])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
-        return (whole,)
+        return (self._gathered(hidden),)
 
     def head_for(self, columns: int) -> Tensor:
         """The rows of the head [columns, H_t] for this rank's shard of a vocabulary that is
@@ -125,16 +123,19 @@ class TeacherOutput:
         """
         assert self.head is not None  # every pass has a microbatch, if only of padding
         rows = self.head.detach()
-        size = self.group.size()
-        if size > 1 and len(rows) != columns:
-            whole = rows.new_empty(size * len(rows), rows.shape[1])
-            dist.all_gather_into_tensor(whole, rows.contiguous(), group=self.group)
+        if self.group.size() > 1 and len(rows) != columns:
             first = self.group.rank() * columns
-            rows = whole[first : first + columns].clone()
+            rows = self._gathered(rows)[first : first + columns].clone()
         rows = rows[:columns]
         if len(rows) == columns:
             return rows
         return torch.cat([rows, rows.new_zeros(columns - len(rows), rows.shape[1])])
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, rank after rank."""
+        whole = rows.new_empty(self.group.size() * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(whole, rows.contiguous(), group=self.group)
+        return whole
 
 
 class _Parts:

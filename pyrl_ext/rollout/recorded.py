@@ -1,5 +1,5 @@
-"""What a run records of its steps, and the engine that replays it; the files are those of
-`data.recordings`."""
+"""The recorder of a run's samples, and the engine that replays a recording. `data.recordings`
+defines the files."""
 
 from __future__ import annotations
 

@@ -260,8 +260,8 @@ class Policy:
         return Scores(logprobs, entropy, agreement, recorded)
 
     def hidden_states(self, shard: BatchShard, columns: int) -> tuple[Tensor, TeacherHead] | None:
-        """What the LM head of this policy, a teacher, gets for every row of ``shard``, and the head
-        itself; None before the last stage.
+        """Hidden states of every row of ``shard`` before the LM head, and the head. This policy is
+        a teacher. None before the last stage.
 
         Args:
             columns: of the student's shard of the vocabulary.

@@ -181,26 +181,19 @@ def test_ranks_that_share_the_vocabulary_agree_with_one(world_size):
     run_ranks(on_ranks, world_size)
 
 
+def sum_of_divergences(
+    _logprob: torch.Tensor, _entropy: torch.Tensor, _tokens: torch.Tensor, found: torch.Tensor
+) -> torch.Tensor:
+    return found.sum()
+
+
 def test_without_a_gradient_the_loss_is_the_same():
     with torch.no_grad():
         hidden, weight, hidden_t, weight_t, targets, temperature, _ = problem(torch.float64)
         teacher = Teacher(hidden_t, weight_t, VOCAB, "reverse")
-        total = linear_logprob_loss(
-            hidden,
-            weight,
-            targets,
-            lambda *values: values[3].sum(),
-            temperature=temperature,
-            teacher=teacher,
-        )
-    zeros = linear_logprob_loss(
-        hidden_t,
-        weight_t,
-        targets,
-        lambda *values: values[3].sum(),
-        temperature=temperature,
-        teacher=teacher,
-    )
+        settings: Any = {"temperature": temperature, "teacher": teacher}
+        total = linear_logprob_loss(hidden, weight, targets, sum_of_divergences, **settings)
+    zeros = linear_logprob_loss(hidden_t, weight_t, targets, sum_of_divergences, **settings)
     logits = (hidden @ weight.t(), hidden_t @ weight_t.t())
     ours, theirs = ((x / temperature[:, None]).log_softmax(-1) for x in logits)
     torch.testing.assert_close(total, divergence(ours, theirs, "reverse", 0.5).sum())

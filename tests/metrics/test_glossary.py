@@ -13,6 +13,7 @@ from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS, SOURCE
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema import REWARD_REASONS
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train.loop import train
@@ -83,18 +84,17 @@ def test_lookup_knows_the_names_of_earlier_versions():
     check_names([*report.PHASES, *report.MEANS, *RENAMED])
 
 
-def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
-    """Two steps of runs with all that logs a metric: with a reward in a worker, of fine-tuning, and
-    of merged adapters in an environment."""
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 2)
+def rewarded(folder: Path) -> Plan:
+    """With a reward in a worker, and most parts of the objective."""
+    (folder / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 2)
     reward = "pyrl_ext.data.rewards:number_match"
     config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
     config |= {"num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     plan = tiny_plan(
-        f"model.config={tmp_path / 'config.json'}",
+        f"model.config={folder / 'config.json'}",
         "model.mtp=true",
-        f"run={tmp_path / 'run'}",
+        f"run={folder / 'run'}",
         *QUICK,
         "steps=2",
         "data.task=null",
@@ -109,7 +109,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         "objective.tis_cap=2",
         "objective.entropy_coef=0.01",
         "rollout.top_p=0.95",
-        f"evaluate.sets={{sums: {{file: {tmp_path / 'sums.jsonl'}, reward: '{reward}'}}}}",
+        f"evaluate.sets={{sums: {{file: {folder / 'sums.jsonl'}, reward: '{reward}'}}}}",
         "objective.mask_ratio=[0.1,9.0]",
         "objective.sequence_bounds=[0.1,9.0]",
         "objective.veto=1e-6",
@@ -118,43 +118,59 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
     )
     # a rule refuses it on a CPU, where it serves no purpose
     rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
-    plan = plan.model_copy(update={"rollout": rollout})
-    sft = tiny_plan(
+    return plan.model_copy(update={"rollout": rollout})
+
+
+def tuned(folder: Path) -> Plan:
+    """Of fine-tuning."""
+    return tiny_plan(
         "steps=2",
         "batching.samples=4",
         "data.held_out=2",
         "evaluate.every=1",
         "log.progress=false",
-        f"run={tmp_path / 'sft'}",
+        f"run={folder / 'sft'}",
         config=CONFIG.with_name("tiny_sft.yaml"),
     )
-    teachers.write_dense(tmp_path / "teacher")
-    turns = tiny_plan(
+
+
+def merged(folder: Path) -> Plan:
+    """Of merged adapters in an environment, with a teacher of sampled tokens."""
+    return tiny_plan(
         "steps=2",
         "batching.prompts=2",
         "batching.samples_per_prompt=2",
         "evaluate.every=1",
         "log.progress=false",
-        f"run={tmp_path / 'turns'}",
+        f"run={folder / 'turns'}",
         "lora.rank=8",
         "lora.alpha=16",
         "lora.publish=merge",
-        f"teacher.model={tmp_path / 'teacher'}",
+        f"teacher.model={folder / 'teacher'}",
         "objective.distill_coef=0.1",
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
-    compared = tiny_plan(
+
+
+def compared(folder: Path) -> Plan:
+    """With a teacher of whole distributions."""
+    return tiny_plan(
         *QUICK,
         "steps=1",
         "evaluate.every=0",
-        f"run={tmp_path / 'compared'}",
-        f"teacher.model={tmp_path / 'teacher'}",
+        f"run={folder / 'compared'}",
+        f"teacher.model={folder / 'teacher'}",
         "objective.distill_coef=0.1",
         "objective.distill=js",
     )
+
+
+def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
+    """One or two steps of runs that together log every metric."""
+    teachers.write_dense(tmp_path / "teacher")
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged
     logged |= {f"scoring/dropped/{reason}" for reason in REWARD_REASONS}
-    for each in (plan, sft, turns, compared):
+    for each in (rewarded(tmp_path), tuned(tmp_path), merged(tmp_path), compared(tmp_path)):
         with topology.start(each) as topo, heartbeats(topo) as heartbeat:
             assert train(each, topo, heartbeat)
         logged |= {name for row in read_rows(Path(each.run) / "metrics.jsonl") for name in row}

@@ -255,7 +255,7 @@ def on_ranks_with_a_teacher(_group, folder, *overrides):
 
 
 def deep_teacher(folder):
-    """Of seven layers, which two stages cannot share equally."""
+    """A teacher of seven layers: two stages have four and three of them."""
     return (
         f"teacher.model={folder / 'deep'}",
         "objective.distill_coef=0.5",

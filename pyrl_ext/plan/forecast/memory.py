@@ -209,7 +209,7 @@ def logits_bytes(plan: Plan, rows: int) -> int:
 
 
 def _hidden_states(plan: Plan, teacher: Plan, load: Load) -> Item:
-    """Of a teacher whose distributions are compared, for this rank's rows of the whole step."""
+    """Host memory for a teacher's hidden states of the rows that this rank trains on in a step."""
     layout = plan.parallel
     ranks = layout.world_size // (layout.pp * layout.tp)
     size = teacher.sizes.hidden_size * teacher.weight_bytes * -(-load.tokens // ranks)

@@ -125,7 +125,7 @@ def remote_engines_have_addresses(plan: Plan) -> Found:
 
 
 def address_problems(addresses: Sequence[str], what: str) -> Iterator[str]:
-    """What is wrong with the addresses of several servers, each of which is one `what`."""
+    """Find addresses that are given twice and ports out of range; `what` names a server."""
     twice = [each for each, times in Counter(addresses).items() if times > 1]
     if twice:
         yield f"{twice[0]} twice, expected an address for each {what}"
