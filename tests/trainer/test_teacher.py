@@ -402,3 +402,16 @@ def heads_on_ranks(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_head_is_cut_and_padded_to_the_columns_of_the_policy(world_size: int):
     run_ranks(heads_on_ranks, world_size)
+
+
+def test_mtp_layers_predict_next_to_a_compared_teacher(tmp_path: Path):
+    """Their loss is that of log-probs, and the divergence that of the next token alone."""
+    teachers.write_dense(tmp_path / "teacher")
+    config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    overrides = ("objective.distill=js", "batching.minibatches=1")
+    without, _, _ = compared(plan_with(tmp_path / "teacher", *overrides))
+    keys = (f"model.config={tmp_path / 'config.json'}", "model.mtp=true")
+    metrics, _, _ = compared(plan_with(tmp_path / "teacher", *overrides, *keys))
+    assert metrics["policy/divergence"] == pytest.approx(without["policy/divergence"], rel=1e-4)
+    assert 4 < metrics["mtp_loss"] < 6  # near the logarithm of the 128 tokens, 4.9
