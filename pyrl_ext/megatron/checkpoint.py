@@ -20,6 +20,7 @@ from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.megatron.te import with_local_keys, without_states
 from pyrl_ext.parallel.atomic_write import find_damage, write_digests
 from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.saved_code import find_code
 from pyrl_ext.parallel.suppress_warnings import quiet
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -249,9 +250,9 @@ def _check_base(folder: Path, saved: str | None, live: str | None) -> None:
 
 
 def _verify(folder: Path, topo: Topology) -> None:
-    """Check this rank's share of the files against the digests."""
+    """Check this rank's share of the files against the digests, and that reading runs no code."""
     try:
-        problem = find_damage(folder, topo)
+        problem = find_damage(folder, topo) or find_code(folder)
     except FileNotFoundError as error:
         problem = f"{error.filename}: missing, expected the digests of the other files"
     except (ValueError, OSError) as error:

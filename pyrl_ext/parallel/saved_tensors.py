@@ -118,7 +118,8 @@ class SavedTensors:
         with path.open("rb", buffering=0) as file:
             if item.storage_index not in self._heads:
                 archive: Any = _create_file_view(file, info.offset, info.length)
-                self._heads[item.storage_index] = _head(torch.load(archive, map_location="meta"))
+                saved = torch.load(archive, map_location="meta", weights_only=True)
+                self._heads[item.storage_index] = _head(saved)
             head = self._heads[item.storage_index]
             first = sum(map(mul, item.storage_offsets, head.strides))
             last = sum((n - 1) * s for n, s in zip(item.lengths, head.strides, strict=True))
