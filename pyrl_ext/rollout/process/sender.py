@@ -9,6 +9,7 @@ them reads everything.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
@@ -51,12 +52,18 @@ def recv[T](connection: Connection, *kinds: type[T]) -> T:
     return message
 
 
+def user_of(connected: socket.socket) -> int:
+    """Number of the user whose process is at the other end of a Unix socket."""
+    who = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", who)[1]
+
+
 class ReaderLost(Exception):
     """A reader left before the end of a transfer."""
 
 
 class Hello(NamedTuple):
-    """The first message that a reader gets.
+    """The first message that a reader gets, as JSON; both ends have checked each other's user.
 
     Args:
         port: of a broadcast's store
@@ -214,14 +221,14 @@ class Sender:
         while len(self._connections) < self.readers:
             wait([self._door])
             reader, _ = self._door.accept()
-            who = reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", who)[1] != os.getuid():
+            if user_of(reader) != os.getuid():
                 reader.close()  # another user of this machine
                 continue
             self._connections.append(Connection(reader.detach()))
             port = 0 if self._broadcast is None else self._broadcast.port
             rank = len(self._connections)
-            send(self._connections[-1], Hello(self.kind, self.device.type, port, rank, size))
+            hello = Hello(self.kind, self.device.type, port, rank, size)
+            self._connections[-1].send_bytes(json.dumps(hello).encode())
 
     def _allocate(self, size: int) -> Tensor:
         """The buffer that the readers are done with."""
@@ -313,9 +320,15 @@ class Reader:
     def __init__(self, address: bytes):
         door = socket.socket(socket.AF_UNIX)
         door.connect(address)
+        if (user := user_of(door)) != os.getuid():  # it took the name of a sender that ended
+            door.close()
+            raise RuntimeError(
+                f"Incoming: the sender of weights belongs to user {user}, expected {os.getuid()}, "
+                "who runs this engine; nothing was read"
+            )
         self.address = address
         self.connection = Connection(door.detach())
-        self._hello = recv(self.connection, Hello)
+        self._hello = Hello(*json.loads(self.connection.recv_bytes()))
         self._buffers: dict[int, Tensor] = {}
         self._broadcast: LocalBroadcast | None = None
         if self._hello.kind == "broadcast":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import socket
 import threading
 import time
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,3 +96,59 @@ def test_broadcast_listens_on_the_loopback_only():
     assert len(found) == 3 and {*found} == {"0100007F"}
     sender.close()
     reader.close()
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, ran: Path):
+        self.ran = ran
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.ran}",)
+
+
+def greeting(message: bytes) -> tuple[bytes, threading.Thread]:
+    """The address of a socket whose first message is ``message``, and the thread behind it."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind("")
+    door.listen()
+
+    def greet() -> None:
+        reader, _ = door.accept()
+        with Connection(reader.detach()) as connection, contextlib.suppress(BrokenPipeError):
+            connection.send_bytes(message)
+        door.close()
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    return door.getsockname(), thread
+
+
+def test_Reader_unpickles_no_first_message(tmp_path: Path):
+    address, thread = greeting(pickle.dumps(Planted(tmp_path / "ran")))
+    with pytest.raises(ValueError):
+        Reader(address)
+    thread.join()
+    assert not (tmp_path / "ran").exists() and address not in Reader.connected
+
+
+def test_Reader_and_Sender_refuse_another_user(monkeypatch: pytest.MonkeyPatch):
+    """The kernel says who is at the other end; here this process asks as if it were another."""
+    mine = os.getuid()
+    sender = Sender("shm", 100)
+    address = sender.incoming.address
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(RuntimeError, match=f"belongs to user {mine}, expected {mine + 1}"):
+        Reader(address)
+    waits = list[int]()
+
+    def once(ends: Any) -> Any:
+        waits.append(len(ends))
+        if len(waits) > 1:
+            raise RuntimeError("the sender waits for another reader")
+        return wait(ends)
+
+    with pytest.raises(RuntimeError, match="waits for another reader"):
+        sender.send(iter(tensors(0)), once)
+    sender.drop()
