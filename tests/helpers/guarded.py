@@ -57,6 +57,7 @@ ODD = (
 def key_folder(folder: Path) -> Path:
     """A folder with both keys."""
     for name, text in SECRETS.items():
+        (folder / name).touch(mode=0o600)
         (folder / name).write_text(text + "\n")
     return folder
 

@@ -12,7 +12,7 @@ from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 
-LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
+LOOPBACK = re.compile(r"http://(localhost|127\.\d+\.\d+\.\d+):\d+")
 # Keys that only remote engines read; keys that need rollout.ahead of at least 1.
 REMOTE_ONLY = (
     "min_servers",
@@ -115,6 +115,13 @@ def remote_engines_have_addresses(plan: Plan) -> Found:
     key = "servers" if plan.rollout.servers else "launch"
     for problem in address_problems(plan.addresses, "engine"):
         yield key, problem
+    if secure := [each for each in plan.rollout.servers if each.startswith("https:")]:
+        yield (
+            "servers",
+            f"{secure[0]}, expected http://host:port; engines speak HTTP without TLS, and take "
+            "weights over further connections, which it would not cover. Use a private network or "
+            "a tunnel between the hosts",
+        )
     others = [each for each in plan.addresses if not LOOPBACK.fullmatch(each)]
     if others and plan.rollout.keys is None:
         yield (

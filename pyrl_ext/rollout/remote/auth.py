@@ -83,12 +83,19 @@ def read_key(path: Path, where: str, least: int = 1) -> str:
         where: key of the plan, for messages
         least: number of characters that it has
 
-    Raises: ValueError for a file that cannot be read, or is no such secret.
+    Raises: ValueError for a file that cannot be read, or that others can read, as ssh does, or that
+        is no such secret.
     """
     try:
         text = path.read_text(encoding="ascii").strip()
+        mode = path.stat().st_mode & 0o777
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {path}, {error}, expected a file with a key") from None
+    if mode & 0o077:
+        raise ValueError(
+            f"{where}: {path} has mode {mode:04o}, which other users can read or change, expected "
+            f"0600. chmod 600 {path}, and make a new key if others may have seen it"
+        )
     if len(text) < least or not text.isprintable() or " " in text:
         raise ValueError(
             f"{where}: {path} has {len(text)} characters, expected at least {least} "

@@ -312,6 +312,7 @@ class Worker(threading.Thread):
         """Continue, with the requests that came in the meantime."""
         if self.engine.version is None and self.busy:
             raise WrongState("resume: the engine has no complete weights, expected a publish")
+        self._paused()  # answers a pause that still waits for what runs
         self.state = "runs"
         queued = self.queued
         self.queued = []

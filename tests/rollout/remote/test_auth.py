@@ -120,6 +120,15 @@ def test_keys_refuse_a_weak_one(tmp_path: Path, text: str):
         Keys.read(folder)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_keys_refuse_files_of_others(tmp_path: Path, mode: int):
+    folder = key_folder(tmp_path)
+    assert Keys.read(folder) != Keys()
+    (folder / "control").chmod(mode)
+    with pytest.raises(ValueError, match=f"control has mode 0{mode:o}, .* chmod 600"):
+        Keys.read(folder)
+
+
 def test_keys_are_two_files(tmp_path: Path):
     folder = key_folder(tmp_path)
     (folder / "control").write_text(SECRETS["generate"])

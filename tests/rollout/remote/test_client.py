@@ -168,6 +168,7 @@ async def test_control_reads_the_body():
 
 async def test_keys_are_read_from_files_and_sent(tmp_path: Path):
     for name in ("generate", "control"):
+        (tmp_path / name).touch(mode=0o600)
         (tmp_path / name).write_text(f"{name}-{'0' * 32}\n")
     keys = Keys.read(tmp_path)
     assert keys == Keys(f"generate-{'0' * 32}", f"control-{'0' * 32}") and Keys.read(None) == Keys()

@@ -151,17 +151,24 @@ async def test_pause_keeps_requests_and_their_caches_over_new_weights():
     assert list(answer.token_ids[begin:]) != old[0].response[begin:]
 
 
+async def paused_while_running(
+    client: Any, gate: Gate, prompt: Prompt
+) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """A request that has two tokens, and a pause that waits for it."""
+    request = request_of(prompt, 0, replace(SAMPLING, stop_ids=()))
+    running = asyncio.create_task(client.generate(request))
+    await gate.allow(2)
+    pause = asyncio.create_task(client.post("/pause?mode=wait"))
+    await client.blocked(1)
+    return running, pause
+
+
 async def test_pause_waits_for_what_runs_and_holds_what_comes():
     engine = engine_of(MODEL, GLM)
     gate = Gate(engine)
     one, two = prompts_of([4, 6], GLM["vocab_size"])
     async with served(engine) as client:
-        first = asyncio.create_task(
-            client.generate(request_of(one, 0, replace(SAMPLING, stop_ids=())))
-        )
-        await gate.allow(2)
-        pause = asyncio.create_task(client.post("/pause?mode=wait"))
-        await client.blocked(1)
+        first, pause = await paused_while_running(client, gate, one)
         second = asyncio.create_task(client.generate(request_of(two, 0)))
         await client.blocked(2)
         gate.open()
@@ -171,6 +178,23 @@ async def test_pause_waits_for_what_runs_and_holds_what_comes():
         assert not second.done()
         await client.post("/resume")
         assert (await second).finish_reason in ("stop", "length")
+
+
+async def test_resume_answers_a_pause_that_still_waits():
+    """The pause waits for a running request, which continues after `/resume`."""
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    (prompt,) = prompts_of([4], GLM["vocab_size"])
+    async with served(engine) as client:
+        running, pause = await paused_while_running(client, gate, prompt)
+        resume = asyncio.create_task(client.post("/resume"))
+        await client.blocked(2)
+        await gate.allow(1)
+        assert (await resume)[0] == 200
+        assert (await pause)[0] == 200 and not running.done()
+        assert client.server.worker.state == "runs"
+        gate.open()
+        assert len((await running).token_ids) == 12
 
 
 async def test_generate_of_two_kinds_at_once_both_go_on():

@@ -55,6 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     folder = tmp_path_factory.mktemp("served")
     teacher = folder / "teacher"
     model = teachers.write_dense(teacher, head_dim=32)  # the least of vLLM's attention on CPUs
+    (folder / "key").touch(mode=0o600)
     (folder / "key").write_text(KEY)
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
