@@ -10,6 +10,7 @@ experts slowest, B [out, r * E] with the experts fastest.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -194,7 +195,7 @@ def _check_scale(
             f"lora.{key}. Set lora.{key} to that of the adapter"
         )
     scale = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]) / rank
-    if abs(scale - lora.scale_of(expert)) > 1e-6 * scale:
+    if not abs(scale - lora.scale_of(expert)) <= 1e-6 * scale:  # NaN is refused
         raise ValueError(
             f"adapter: {where} is added times {scale:g}, expected {lora.scale_of(expert):g}, which "
             f"is lora.alpha / lora.{key}. Set lora.alpha to {scale * expected:g}"
@@ -249,10 +250,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
         kind = config["peft_type"]
-        _ = config["r"] + config["lora_alpha"]
+        if not math.isfinite(config["r"] + config["lora_alpha"]):
+            raise ValueError(f"lora_alpha {config['lora_alpha']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"adapter: {path}: {type(error).__name__}: {error}, expected JSON of PEFT with r"
+            f"adapter: {path}: {type(error).__name__}: {error}, expected JSON of PEFT with the "
+            "numbers r and lora_alpha"
         ) from error
     plain = {"bias": ("none", None), "init_lora_weights": _INITIAL, "peft_type": ("LORA",)}
     wrong = {

@@ -132,6 +132,8 @@ def test_peft_folder_refuses_what_the_run_cannot_hold(tmp_path):
         ({"a_key_of_2030": [1]}, "a_key_of_2030"),
         ({"r": "8"}, "TypeError"),
         ({"lora_alpha": 16}, "added times 4, expected 2.*Set lora.alpha to 16"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan, expected JSON of PEFT with the numbers r"),
+        ({"alpha_pattern": {"mlp.gate.weight": float("nan")}}, "mlp.gate is added times nan"),
         ({"alpha_pattern": {"mlp.gate.weight": 4}}, "mlp.gate is added times 1"),
         ({"rank_pattern": {"q_proj": 8}}, r"q_proj has rank 4 \(8 by adapter_config.json\)"),
     ]:
