@@ -139,8 +139,8 @@ def _end_process() -> None:
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
     """The processes that a process started, and those that they did, in any session; none if it has
-    ended."""
-    with suppress(psutil.Error):
+    ended, or if no file is left to look with."""
+    with suppress(psutil.Error, OSError):
         return process.children(recursive=True)
     return []
 
@@ -148,7 +148,7 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 def kill_all(processes: Sequence[psutil.Process]) -> None:
     """Kill processes, some of which may have ended."""
     for process in processes:
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             process.kill()
 
 
@@ -317,7 +317,7 @@ class _Worker:
         """Kill the process with all processes that it started."""
         below: list[psutil.Process] = []
         if self.process.poll() is None:
-            with suppress(psutil.Error):  # it ends now
+            with suppress(psutil.Error, OSError):  # it ends now, or no file is left to look with
                 below = descendants(psutil.Process(self.process.pid))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -347,6 +347,7 @@ class Pool:
         self._of_owner: dict[int, _Worker] = {}
         self._numbers = count()
         self._closed = threading.Event()
+        self._broken: str | None = None  # why no thread takes what workers send
         self._load_limit = math.inf  # of a worker [s]; nothing is known about the first one
         began = time.monotonic()
         loaded = self._start().calls[_LOAD].future
@@ -469,7 +470,10 @@ class Pool:
             for worker, part in parts.items():
                 worker.calls |= {pending.request.number: pending for pending in part}
                 worker.outbox.put(payloads[worker])
-                if worker not in self._workers:
+                if self._broken is not None:
+                    worker.calls.clear()
+                    _fail(part, self._broken)
+                elif worker not in self._workers:
                     self._lose(worker, "its worker process has ended")
 
     def _worker_of(self, owner: int) -> _Worker:
@@ -513,7 +517,20 @@ class Pool:
         return worker
 
     def _serve(self) -> None:
-        """The thread that takes what workers send, and watches time limits."""
+        """The thread that takes what workers send, and watches time limits. All calls fail with
+        it."""
+        try:
+            self._serve_workers()
+        except BaseException as error:
+            with self._lock:
+                self._broken = f"the thread of its worker pool ended: {describe(error)}"
+                lost = [pending for w in self._workers for pending in w.calls.values()]
+                for worker in self._workers:
+                    worker.calls.clear()
+            _fail(lost, self._broken)
+            raise
+
+    def _serve_workers(self) -> None:
         while not self._closed.is_set():
             with self._lock:
                 workers = [*self._workers]

@@ -157,7 +157,11 @@ def test_the_next_group_raises_what_an_earlier_call_failed_with():
             scorer([sample(0)])
 
 
-def test_calls_fail_if_no_other_worker_can_start(capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("end", "code"), [("die", 3), ("hang up", -9)])
+def test_calls_fail_if_no_other_worker_can_start(
+    end: str, code: int, capfd: pytest.CaptureFixture[str]
+):
+    """Nor can the pool look for the processes that a worker started."""
     with judge(concurrency=3, drops=True) as reward:
         before, _ = scored(reward, ["linger"])
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,14 +169,29 @@ def test_calls_fail_if_no_other_worker_can_start(capfd: pytest.CaptureFixture[st
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         try:
-            found, counts = scored(reward, ["linger", "die"])
+            found, counts = scored(reward, ["linger", end])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         after, _ = scored(reward, ["linger"])
     assert found == {} and counts["dropped/lost"] == 2
-    message = "code 3; another did not start: OSError: [Errno 24] Too many open files, expected"
-    assert message in capfd.readouterr().err
+    lost = f"code {code}; another did not start: OSError: [Errno 24] Too many open files, expected"
+    assert lost in capfd.readouterr().err
     assert before == after == {0: 1.0}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_all_calls_fail_if_the_thread_of_the_pool_ends(monkeypatch: pytest.MonkeyPatch):
+    """An error that nobody foresaw is no hang: neither of calls that run nor of later ones."""
+
+    def broken(pool: workers.Pool, worker: Any) -> None:
+        raise ArithmeticError("not foreseen")
+
+    with judge(drops=True) as reward:
+        scored(reward, ["linger"])
+        monkeypatch.setattr(workers.Pool, "_receive_all", broken)
+        for _ in range(2):
+            found, counts = scored(reward, ["linger", "wait"])
+            assert found == {} and counts["dropped/lost"] == 2
 
 
 LOADS = """

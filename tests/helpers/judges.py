@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pyrl_ext.prompt import Prompt
@@ -51,6 +53,15 @@ async def _die(prompt: Prompt) -> float:
     os._exit(3)
 
 
+async def _hang_up(prompt: Prompt) -> float:
+    """Shuts the connection to the pool down, and does not end."""
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+            one.shutdown(socket.SHUT_RDWR)
+    time.sleep(DEADLINE)
+    return 0.0
+
+
 async def _process(prompt: Prompt) -> float:
     return float(os.getpid())
 
@@ -68,6 +79,7 @@ JUDGES: dict[str, Callable[[Prompt], Awaitable[float]]] = {
     "wait": _wait,
     "block": _block,
     "die": _die,
+    "hang up": _hang_up,
     "process": _process,
     "linger": _linger,
 }
