@@ -19,6 +19,7 @@ from transformers import (
     initialization,
 )
 
+from pyrl_ext.rollout.hf.attention import NAME
 from pyrl_ext.rollout.hf.cache import SlotCache
 from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.tensor_names import layer_of
@@ -62,7 +63,7 @@ def build_model(
         model = model_class(config).from_config(
             config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=NAME,
             # one matrix product per expert is fastest on a CPU, a grouped one on a GPU
             experts_implementation="eager" if device.type == "cpu" else "grouped_mm",
         )
