@@ -6,6 +6,9 @@ pages show runs once, where it comes first. The commands of a page run one after
 pages run at a time, those of `LONG` before the others. A page that names a run folder
 (``runs/NAME``) of an earlier page waits for that page. The first command that fails ends all.
 
+With ``--minutes N`` nothing but tests begins after N minutes, so that a slow machine ends in time;
+what is left out is listed at the end.
+
 ``--extras without`` leaves out the targets of the Makefile that first install vLLM,
 TransformerEngine or wandb; ``--extras with`` runs those alone.
 """
@@ -30,10 +33,19 @@ REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
-# what the Makefile calls the installation of vLLM, TransformerEngine, wandb and mkdocs
-EXTRAS = ("$(VENV)/.vllm", "$(VENV)/te", "$(VENV)/wandb", "$(VENV)/.docs")
-# commands that name one of these need vLLM or wandb
-NEED_EXTRAS = ("engine=vllm", "--engine vllm", ".venv/wandb")
+# what the Makefile calls the installation of vLLM, TransformerEngine, wandb, verl, SkyRL and mkdocs
+EXTRAS = (
+    "$(VENV)/.vllm",
+    "$(VENV)/te",
+    "$(VENV)/wandb",
+    "$(VENV)/verl",
+    "$(VENV)/skyrl",
+    "$(VENV)/.docs",
+)
+# commands that name one of these need vLLM, wandb or other trainers
+NEED_EXTRAS = ("engine=vllm", "--engine vllm", ".venv/wandb", ".venv/verl")
+# in commands that run tests
+TESTS = ("-m pytest", "make check", "make test", "make parity")
 # minutes on one core: begun last, they would end when nothing is left for the other
 LONG = ("docs/rollouts.md", "docs/remote_engines.md", "docs/parallel.md", "docs/runs.md")
 
@@ -115,22 +127,39 @@ def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
     return {page: {o for o in names[:n] if runs[page] & runs[o]} for n, page in enumerate(names)}
 
 
+def is_test(command: str) -> bool:
+    """True if a command runs tests, so that it is never left out."""
+    return any(word in command for word in TESTS)
+
+
 @dataclass
 class Run:
-    """Lanes that take pages; what they share is behind ``lock``."""
+    """Lanes that take pages; what they share is behind ``lock``.
+
+    Args:
+        waiting: page -> its commands.
+        after: page -> those that end before it begins.
+        until: on the monotonic clock, when nothing but tests begins any more.
+    """
 
     waiting: dict[str, list[str]]
     after: dict[str, set[str]]
+    until: float = float("inf")
     lock: threading.Condition = field(default_factory=threading.Condition)
     ended: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
     seconds: list[tuple[float, str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def lane(self) -> None:
         while (page := self.take()) is not None:
             for command in self.waiting.pop(page):
-                if not self.failed:
+                if self.failed:
+                    continue
+                if time.monotonic() > self.until and not is_test(command):
+                    self.left_out.append(command)
+                else:
                     self.execute(command)
             with self.lock:
                 self.ended.add(page)
@@ -181,6 +210,7 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="only print the commands")
     parser.add_argument("--first", nargs="*", default=[], help="commands to begin with")
     parser.add_argument("--extras", choices=["with", "without"], help="only a part")
+    parser.add_argument("--minutes", type=float, help="after which nothing but tests begins")
     options = parser.parse_args()
     texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
     found = commands(texts)
@@ -193,6 +223,8 @@ def main() -> int:
     chosen = in_order(found, options.first)
     after = waits(found)
     run = Run(chosen, {page: after.get(page, set()) for page in chosen})
+    if options.minutes is not None:
+        run.until = time.monotonic() + 60 * options.minutes
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
     for lane in lanes:
         lane.start()
@@ -201,6 +233,8 @@ def main() -> int:
     print("\nseconds of each command, the longest last")
     for took, command in sorted(run.seconds):
         print(f"{took:7.0f}  {command[:110]}")
+    for command in run.left_out:
+        print(f"NOT RUN, {options.minutes:g} minutes were over: {command}")
     for failure in run.failed:
         print(f"FAILED  {failure}")
     return 1 if run.failed else 0
