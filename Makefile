@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help build demo demo-vl demo-lora demo-async demo-smollm check test test-fast test-slow test-vllm test-te \
-        parity bench gpu docs
+        test-verl test-skyrl parity bench gpu docs
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,7 +23,7 @@ $(VENV)/.tools: constraints.txt
 	  { echo "make: $$($(PYTHON) --version) found, expected 3.12 or newer: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt scikit-build-core pybind11 ninja cmake
+	$(BIN)/pip install --quiet -c constraints.txt scikit-build-core pybind11 ninja cmake setuptools
 	touch $@
 
 # built again when a native source or a dependency changed; Python files are used in place
@@ -91,6 +91,12 @@ test-te: $(VENV)/te  ## TransformerEngine's layers on the CPU, with formulas for
 	PYTHONPATH=$(VENV)/te $(PYTEST) $(TWO) -p tests.te.formulas tests/te
 	PYTHONPATH=$(VENV)/te OMP_NUM_THREADS=1 $(BIN)/python -m tests.te.parity
 
+test-verl: $(VENV)/verl  ## verl's Megatron engine on the CPU, with and without our pieces (4 min)
+	PYTHONPATH=$(VENV)/verl $(PYTEST) tests/integrations/verl
+
+test-skyrl: $(VENV)/skyrl  ## SkyRL 0.3.0 with this package's pieces in it (3 min)
+	PYTHONPATH=$(VENV)/skyrl $(PYTEST) tests/integrations/skyrl
+
 parity: build  ## layouts of 1 to 4 ranks that combine every two features, against one process (6 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_few
 
@@ -143,10 +149,30 @@ $(VENV)/te: $(VENV)/.built
 	$(BIN)/pip install --quiet --no-deps --target $@.new $(TE_PYTHON)
 	mv $@.new $@
 
+# what its modules around megatron-core import, without their own requirements: those name another
+# torch; ray (220 MB) is among them
+SKYRL_PYTHON := skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.56.0 omegaconf==2.4.0 jaxtyping==0.3.11
+
+$(VENV)/skyrl: $(VENV)/.built
+	rm -rf $@.new $@
+	$(BIN)/pip install --quiet --no-deps --target $@.new $(SKYRL_PYTHON)
+	mv $@.new $@
+
 # a separate folder: megatron-core imports wandb wherever it finds it, 2.5 s in every process
 $(VENV)/wandb: $(VENV)/.built
 	rm -rf $@.new $@
 	$(BIN)/pip install --quiet -c constraints.txt --target $@.new wandb==0.30.0
+	mv $@.new $@
+
+# with what its Megatron engine imports, and without its own packages `tests` and `scripts`
+VERL_PYTHON := verl==0.9.1 tensordict==0.10.0 pyvers==0.2.3 orjson==3.13.0 ray==2.60.0 codetiming==1.4.0 \
+               hydra-core==1.3.8 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
+
+# a separate folder: verl asks for older packages than ours
+$(VENV)/verl: $(VENV)/.built
+	rm -rf $@.new $@
+	$(BIN)/pip install --quiet --no-deps --target $@.new $(VERL_PYTHON)
+	rm -r $@.new/tests $@.new/scripts
 	mv $@.new $@
 
 # needs a GPU; the binding is compiled for the installed torch: 20 minutes of a core, 2 GB of memory a job

@@ -30,10 +30,10 @@ from benchmarks.end_to_end import batch_of, index_of
 from benchmarks.measure import in_turns
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.exchange import shard_batch
-from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.schedule import Group, Schedule
 from pyrl_ext.schedule.cp_problem import CostModel, ExchangeCost
 from pyrl_ext.schedule.cp_sizes import cp_sizes
 from pyrl_ext.trainer.policy import Policy

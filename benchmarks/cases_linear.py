@@ -206,7 +206,7 @@ def agree(ours: Values, theirs: Values, cached: bool) -> bool:
 def _product(problem: Problem) -> tuple[Callable[[], Tensor], float]:
     """The product that gives a chunk's logits in the type of the weight, and its operations."""
     hidden, weight, targets, _ = problem
-    call = plan_call("linear_logprob", hidden, weight, targets, None, chunk_bytes=fused.CHUNK_BYTES)
+    call = plan_call("linear_logprob", hidden, weight, targets, None, chunk_bytes=None)
     x = hidden.detach()[: call.chunks[0].part.stop]
     rows = weight.detach()
     return lambda: torch.mm(x, rows.t()), 2 * len(x) * weight.numel()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import peers_logprob as peers
 from benchmarks.measure import Case
-from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
+from pyrl_ext.loss import vocab_parallel
 
 VOCAB = 154880
 SHAPES = [(VOCAB, torch.bfloat16), (VOCAB // 8, torch.bfloat16), (VOCAB // 8, torch.float32)]
@@ -50,7 +50,7 @@ def _cases(
     device: str,
 ) -> Iterator[Case]:
     logits, targets, _ = problem
-    ours = partial(vocab_parallel_logprob, with_entropy=True)
+    ours = partial(vocab_parallel.logprobs, with_entropy=True)
     size = logits.nbytes
     of_rows = 8 * len(logits)
     name = f"{len(logits)} x {logits.shape[1]} {str(logits.dtype)[6:]}"
@@ -82,7 +82,7 @@ def _cases(
     yield Case(
         f"both in place {name}",
         _inplace(*problem, partial(ours, inplace=True)),
-        {n: _both(*problem, method) for n, method in methods.items()} | writing,
+        {n: both(*problem, method) for n, method in methods.items()} | writing,
         moved=3 * size,
         written=size,
         at_least=cpu if device == "cpu" else {"% of floor": 80},
@@ -128,7 +128,7 @@ def _forward(logits: Tensor, targets: Tensor, method: Method) -> Callable[[], Va
     return run
 
 
-def _both(logits: Tensor, targets: Tensor, grads: Tensor, method: Method) -> Callable[[], Values]:
+def both(logits: Tensor, targets: Tensor, grads: Tensor, method: Method) -> Callable[[], Values]:
     def run() -> Values:
         leaf = logits.detach().requires_grad_()
         return gradients(*method(leaf, targets), (leaf,), grads)
@@ -157,7 +157,7 @@ def _inplace(
     def run() -> Values:
         if not copy:
             copy.append(logits.clone())
-        return _both(copy[0], targets, grads, method)()
+        return both(copy[0], targets, grads, method)()
 
     return run
 

@@ -24,9 +24,9 @@ from rich.progress import track
 
 from benchmarks.measure import in_turns
 from benchmarks.tables import markdown
-from pyrl_ext.pack.native_search import search_native
-from pyrl_ext.pack.schedule import plan_dynamic_cp
+from pyrl_ext.schedule import plan_dynamic_cp
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, ExchangeCost
+from pyrl_ext.schedule.native_search import search_native
 
 Groups = Sequence[tuple[int, Sequence[int]]]
 """A microbatch: ranks and samples of each group."""
@@ -53,10 +53,12 @@ class Lengths(NamedTuple):
     def of(self, num_ranks: int, seed: int) -> list[int]:
         """Lengths of a batch, at most 49152 and what all ranks together can hold."""
         longest = min(49152, self.limit // 2 * 2 * num_ranks)
+        return self.drawn(self.per_rank * num_ranks, longest, seed)
+
+    def drawn(self, samples: int, longest: int, seed: int) -> list[int]:
+        """Lengths from 64 to ``longest``."""
         random_ = random.Random(seed)
-        return [
-            min(longest, max(64, int(self.draw(random_)))) for _ in range(self.per_rank * num_ranks)
-        ]
+        return [min(longest, max(64, int(self.draw(random_)))) for _ in range(samples)]
 
 
 def _two_modes(draw: random.Random) -> float:
@@ -79,33 +81,32 @@ class Quality(NamedTuple):
     cp: float
 
 
-def affine(limit: int) -> CostModel:
-    """The cost that the planner is given: the affine one, 10 % of a full microbatch to launch one,
+def affine(limit: int, linear: int = LINEAR) -> CostModel:
+    """The cost that the planner is given: L^2 + linear L, 10 % of a full microbatch to launch one,
     and 1 % of a token's linear work for each token that a rank receives."""
     return CostModel(
-        token_seconds=LINEAR,
+        token_seconds=linear,
         square_seconds=1,
-        launch_seconds=0.1 * LINEAR * limit,
-        exchanges=(ExchangeCost(1 << 20, 0, 0.01 * LINEAR),),
+        launch_seconds=0.1 * linear * limit,
+        exchanges=(ExchangeCost(1 << 20, 0, 0.01 * linear),),
     )
 
 
-def quality(plan: Iterable[Groups], lengths: Sequence[int], ranks: int, limit: int) -> Quality:
-    """Measure a plan."""
+def quality(
+    plan: Iterable[Groups], lengths: Sequence[int], ranks: int, limit: int, linear: int = LINEAR
+) -> Quality:
+    """Measure a plan by the cost L^2 + linear L."""
+    costs = [length * (length + linear) for length in lengths]
     slowest = 0.0
     count = 0
     tokens = 0
     for groups in plan:
         count += 1
-        slowest += max(sum(_cost(lengths[i]) for i in ids) / size for size, ids in groups)
+        slowest += max(sum(costs[i] for i in ids) / size for size, ids in groups)
         tokens += sum(size * lengths[i] for size, ids in groups for i in ids)
-    even = sum(map(_cost, lengths)) / ranks
+    even = sum(costs) / ranks
     fewest = -(-sum(lengths) // (ranks * limit))
     return Quality(slowest / even, count / fewest, tokens / sum(lengths))
-
-
-def _cost(length: int) -> int:
-    return length * (length + LINEAR)
 
 
 def planned(lengths: Sequence[int], ranks: int, limit: int) -> list[Groups]:

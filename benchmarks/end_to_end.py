@@ -14,9 +14,9 @@ from pyrl_ext.pack.exchange import RowExchange, columns_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.rank_rows import RankRole
-from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import RankCoords
+from pyrl_ext.schedule import Group, Schedule
 
 
 def batch_of(seqlens: Sequence[int], kind: type[Any] = Batch, **fields: Any) -> Any:

@@ -50,6 +50,8 @@ def run_steps(
         shard = step.batch_of(rollout, clock)
         own = step.policy.scores(shard, replay=False)
         shard, old = step.score(shard, rollout.index, clock)
+        if old is None:  # a step with one update scores in it
+            old = step.policy.scores(shard, step.plan.replay.old)
         engine = shard.columns["rollout_logprobs"]
         mask = shard.columns["loss_mask_0"]
         for rows, each in ((native, own), (replayed, old)):

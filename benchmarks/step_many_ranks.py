@@ -40,9 +40,9 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import expert_rows, grouped_experts
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.megatron.local_layers import ResidualNorm, RMSNorm
-from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.passes import WholeBatch

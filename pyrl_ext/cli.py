@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from pyrl_ext import __version__
+from pyrl_ext.lazy import missing
 
 _STDOUT = 1
 
@@ -86,7 +87,15 @@ def _run(given: list[str]) -> int:
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a config names functions there
     try:
-        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+        try:
+            command = importlib.import_module(COMMANDS[name][0])
+        except ModuleNotFoundError as error:
+            problem = missing(f"pyrl {name}", error)
+            if problem is error:
+                raise
+            print(problem, file=sys.stderr)
+            return 2
+        return command.main(rest) or 0
     except KeyboardInterrupt:  # before or after what handles it, such as a run's steps
         print(f"\npyrl {name}: stopped by Ctrl-C", file=sys.stderr)
         return 130

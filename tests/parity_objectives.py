@@ -18,11 +18,11 @@ from torch import Tensor
 from benchmarks.end_to_end import index_of
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import TeacherHead
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
+from pyrl_ext.schedule import Schedule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.token_weights import weigh_tokens
 from tests import parity

@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import threading
+import time
 import tomllib
 from functools import cache
 from itertools import chain
@@ -64,6 +65,7 @@ RUN_BY_CI = (
     ".venv/bin/",
     "OMP_NUM_THREADS=1 .venv/bin/",
     "PYTHONPATH=.venv/wandb .venv/bin/",
+    "PYTHONPATH=.venv/verl:.venv/skyrl .venv/bin/",
 )
 SUFFIXES = r"(?:py|md|yaml|json|jsonl|png|svg|cu|cpp|hpp|txt)"
 METRIC_ROOTS = {name.split("/")[0] for name in GLOSSARY if "/" in name}
@@ -298,6 +300,9 @@ def test_needs_extras_is_true_of_targets_that_install_vllm_te_or_wandb():
     assert found == named | {
         "make docs",
         "make test-te",
+        "make test-verl",
+        "make test-skyrl",
+        "PYTHONPATH=.venv/verl:.venv/skyrl .venv/bin/python -m benchmarks.integrations --quick",
         "PYTHONPATH=.venv/wandb .venv/bin/python -m pytest -q tests/wandb",
     }
 
@@ -325,6 +330,9 @@ def test_in_order_begins_with_what_takes_long():
     chosen = in_order(found, ["make check", "make test"])
     assert [*chosen] == ["make check", "make test", "docs/remote_engines.md", "README.md"]
     assert chosen["make test"] == ["make test"] and chosen["README.md"] == ["make demo"]
+    script = (REPOSITORY / ".ci/run").read_text("utf-8")
+    (slow,) = re.findall(r"^SLOW='(.*)'$", script, re.MULTILINE)
+    assert slow in commands(TEXTS)["docs/runs.md"]  # begun first it is not run again
 
 
 def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):
@@ -349,7 +357,15 @@ def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):
     for lane in lanes:
         lane.join(DEADLINE)
     assert (tmp_path / "said").read_text().split() == ["beside", "writes", "reads"]
-    assert run.failed == ["exit 3: exit status 3"]
+    assert run.failed == ["exit 3: exit status 3"] and not run.left_out
+
+
+def test_Run_of_the_commands_leaves_out_all_but_tests_when_its_time_is_over(tmp_path: Path):
+    tests = f"touch {tmp_path}/tested  # -m pytest"
+    run = Run({"a": [f"touch {tmp_path}/trained", tests]}, {"a": set()}, until=time.monotonic() - 1)
+    run.lane()
+    assert [path.name for path in tmp_path.iterdir()] == ["tested"]
+    assert run.left_out == [f"touch {tmp_path}/trained"] and not run.failed
 
 
 def test_docs_index_lists_every_page():

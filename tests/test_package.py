@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pyrl_ext.lazy import missing
 from tests.helpers.deadline import DEADLINE
-from tests.helpers.declared import undeclared
+from tests.helpers.declared import declared, undeclared
 from tests.helpers.python_path import python_path
 
 pytestmark = pytest.mark.multiprocess
@@ -64,11 +65,79 @@ def test_ci_runs_what_needs_no_extras_before_it_installs_them():
     lines = [line.split(" #")[0].strip() for line in script.splitlines()]
     assert [line for line in lines if re.match(r"make |\.venv/", line)] == [
         "make build .venv/.browser",
-        ".venv/bin/python -m tests.readme --extras without"
-        " --first 'make check' 'make test' 'make parity'",
-        "make .venv/.vllm .venv/te .venv/wandb .venv/.docs",
-        ".venv/bin/python -m tests.readme --extras with",
+        ".venv/bin/python -m tests.readme --extras without --minutes 40"
+        " --first 'make check' 'make test' \"$SLOW\" 'make parity'",
+        ".venv/bin/python -m tests.readme --extras with --print",  # on a slow machine
+        "make .venv/.vllm .venv/te .venv/wandb .venv/verl .venv/skyrl .venv/.docs",
+        ".venv/bin/python -m tests.readme --extras with --minutes 8"
+        " --first 'make test-vllm' 'make test-te'",
     ]
+
+
+LIBRARY = """
+from tests.helpers.declared import hide_undeclared
+
+hidden = hide_undeclared()
+assert {"pydantic", "megatron", "transformers"} <= hidden and not {"torch", "numpy"} & hidden
+import torch
+
+from pyrl_ext import loss, ops, pack, replay, schedule
+
+layout = pack.TokenLayout((3, 2), cp_size=2)
+print(ops.gather_rows(torch.arange(5), layout.rows(0), fill=torch.tensor(9)).tolist())
+print(loss.vocab_parallel.logprobs(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=int)).exp().item())
+print(loss.linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))[1].exp().item())
+print(schedule.plan_microbatches([3, 2], 1, 4).samples)
+groups = schedule.CpGroups(2, 4, cost=schedule.CostModel(1.0, 0.0))
+print(sorted(schedule.plan_dynamic_cp([6, 2], groups).samples))
+routes = torch.tensor([[[[0, 1]], [[1, 0]]]])
+found = replay.RoutedExperts.from_padded(routes, torch.ones(1, 2), num_experts=2)
+print(found.of_layers([0])[0].ids.tolist())
+for package, name in ((loss, "evaluate"), (pack, "no_such_name")):
+    try:
+        getattr(package, name)
+    except (ImportError, AttributeError) as error:
+        print(error)
+try:
+    pack.packed_seq_params([1])
+except ImportError as error:
+    print(error)
+from pyrl_ext.cli import main
+
+print(main(["plan", "tiny"]))
+"""
+
+
+def test_library_works_with_torch_and_numpy_alone():
+    """And what needs more says so."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert ran.returncode == 0, ran.stderr
+    lacks = "which is not installed. Run: pip install 'pyrl-ext[train]'"
+    assert ran.stdout.splitlines() == [
+        "[0, 9, 3, 9]",
+        "0.25",
+        "4.0",
+        "[0, 1]",
+        "[0, 1]",
+        "[[0, 1], [1, 0]]",
+        f"pyrl_ext.loss.evaluate needs the package pydantic, {lacks}",
+        "module 'pyrl_ext.pack' has no attribute 'no_such_name'",
+        f"pyrl_ext.pack.packed_seq_params needs the package megatron, {lacks}",
+        "2",
+    ]
+    assert f"pyrl plan needs the package pydantic, {lacks}" in ran.stderr
+
+
+def test_library_names_are_what_their_packages_define():
+    from pyrl_ext import loss, pack, plan, replay, schedule
+
+    for package in (loss, pack, plan, replay, schedule):
+        for name in package.__all__:
+            found = getattr(package, name)
+            home = getattr(found, "__module__", None) or found.__name__
+            assert home.startswith(package.__name__ + "."), name
 
 
 def test_every_family_runs_with_declared_packages_alone(tmp_path: Path):
@@ -89,11 +158,10 @@ def test_every_family_runs_with_declared_packages_alone(tmp_path: Path):
 
 
 def test_package_imports_what_its_dependencies_or_extras_bring():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    hidden = undeclared([*project["dependencies"], project["name"]])
+    hidden = undeclared(declared("train"))
     of_extras = {"causal_conv1d", "fla", "mamba_ssm", "transformer_engine", "vllm", "wandb"}
     of_extras |= {"datasets", "httpx", "math_verify", "openai", "reasoning_gym", "renderers"}
-    of_extras |= {"verifiers"}
+    of_extras |= {"verifiers", "verl"}
     imported = set[str]()
     for file in (ROOT / "pyrl_ext").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -214,3 +282,10 @@ def test_wheel_copies_a_config_that_plans_and_refuses_unknown_benchmarks(
     assert refused.returncode == 2 and "Did you mean gather_rows?" in refused.stderr
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version and pyrl("--version").stdout == f"pyrl_ext {version[1]}\n"
+
+
+def test_missing_names_what_to_install_except_for_a_module_of_this_package():
+    own = ModuleNotFoundError("No module named 'pyrl_ext.none'", name="pyrl_ext.none")
+    assert missing("pyrl_ext.loss", own) is own
+    other = missing("pyrl_ext.loss", ModuleNotFoundError("No module", name="megatron.core"))
+    assert other.name == "megatron" and "pip install 'pyrl-ext[train]'" in str(other)

@@ -52,9 +52,10 @@ def glm(layers: int, *options: str) -> tuple[str, ...]:
     """A short run of GLM-4.7-Flash with random weights and so many layers on eight GPUs."""
     config = ("--layers", str(layers), "configs/glm47.yaml", "steps=3", "optimizer.warmup_steps=0")
     weights = ("model.weights=null", "model.tokenizer=tiny")
-    # without the offload 47 layers do not fit 8 H100
-    device = (f"hardware.gpu={gpu_name('cuda')}", "rollout.offload_trainer=all")
-    return measured(8, *config, *weights, *device, "log.profile=[1]", *options)
+    # without both, 47 layers do not fit 8 H100
+    memory = ("rollout.offload_trainer=all", "logprob.chunk_bytes=1GiB")
+    device = f"hardware.gpu={gpu_name('cuda')}"
+    return measured(8, *config, *weights, device, *memory, "log.profile=[1]", *options)
 
 
 def plans(jobs: Iterator[Job]) -> Iterator[Job]:

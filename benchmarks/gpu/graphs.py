@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.gpu.rows import ABSENT, FAILED, OK, first_line, note
+from pyrl_ext.loss import vocab_parallel
 from pyrl_ext.loss.fused_head import linear_logprob
-from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.ops import gather_fields, use_backend
 from pyrl_ext.ops._op import Backend
 from tests.helpers.contract_cases import CASES, every_op, results
@@ -76,7 +76,7 @@ def with_gradients(device: torch.device) -> Iterator[Captured]:
 
         def of_logits(x: Tensor, at: Tensor) -> Sequence[Tensor]:
             leaf = x.detach().requires_grad_()
-            found = vocab_parallel_logprob(leaf, at, with_entropy=True)
+            found = vocab_parallel.logprobs(leaf, at, with_entropy=True)
             ones = [torch.ones_like(each) for each in found]
             return [*found, *torch.autograd.grad(found, leaf, ones)]
 
@@ -87,7 +87,9 @@ def with_gradients(device: torch.device) -> Iterator[Captured]:
             return [*found, *torch.autograd.grad(found, leaves, ones)]
 
         name = str(dtype)[6:]
-        yield Captured(f"vocab_parallel_logprob, both passes, {name}", of_logits, (logits, targets))
+        yield Captured(
+            f"vocab_parallel.logprobs, both passes, {name}", of_logits, (logits, targets)
+        )
         yield Captured(f"linear_logprob, both passes, {name}", of_hidden, (hidden, weight, targets))
 
 

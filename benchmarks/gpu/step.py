@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.rows import ABSENT, MISSED, OK, note, noting
 from benchmarks.lengths import lognormal
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.schedule import Schedule, Scheduler
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
@@ -37,10 +37,11 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.compute_time import Passes, pass_costs
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.rounds import Bin, Round
 from pyrl_ext.plan.forecast.step_time import minibatch_costs
-from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.model.hardware import GPUS, gpu_of
+from pyrl_ext.schedule import Schedule
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.passes import WholeBatch, shard_of, weighed
 

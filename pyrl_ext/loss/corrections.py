@@ -9,8 +9,9 @@ it was cut into. In this order, each multiplies the weight:
 3. sequence_bounds: 0 in sequences whose exp(mean e) (geometric) or exp(sum e) (product) is outside;
 4. veto: 0 in sequences with any exp(e) below it.
 
-They need no current log-probs, so they are made once for a batch, on the host. Rejected tokens stay
-in every denominator, and are counted by what rejected them first.
+They need no current log-probs, so they are made once for a batch, on the host; those of tokens
+where old log-probs come from the update (`Plan.scores_in_update`), in it. Rejected tokens stay in
+every denominator, and are counted by what rejected them first.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ def correct(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     loss_mask: Tensor,
-    sequences: Tensor,
-    count: int,
-    over_ranks: Sums,
+    sequences: Tensor | None = None,
+    count: int = 0,
+    over_ranks: Sums = lambda sums: sums,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weight of every row's policy term, and what was rejected.
 
     Args:
         old_logprobs, rollout_logprobs: [N] float32 [nats].
         loss_mask: [N] bool.
-        sequences: [N] int64, sequence of each row, below ``count``.
-        over_ranks: adds up [count, 3] float64 over the ranks that share sequences.
+        sequences: [N] int64, sequence of each row, below ``count``; read if the config corrects
+            by whole sequences (`Objective.corrects_sequences`).
+        over_ranks: adds up [count, 3] float64 over the ranks that share sequences; called if
+            ``sequences`` is read.
 
     Returns:
         [N] float64, 0 outside the mask; and by metric: the sum of the truncated weights
@@ -54,24 +57,27 @@ def correct(
     """
     e = masked(old_logprobs - rollout_logprobs, loss_mask).double()
     e = e.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    floor = -math.inf if config.veto is None else math.log(config.veto)
-    columns = torch.stack([e, loss_mask.double(), ((e < floor) & loss_mask).double()], -1)
-    table = over_ranks(torch.zeros(count, 3, dtype=torch.float64).index_add(0, sequences, columns))
-    totals, tokens, vetoed = table[sequences].unbind(-1)
+    log_weight = e
+    causes = {"token": _outside(e, config.mask_ratio)}
+    if config.corrects_sequences:
+        if sequences is None:
+            raise ValueError("correct: sequences is None, expected those that the config asks for")
+        floor = -math.inf if config.veto is None else math.log(config.veto)
+        columns = torch.stack([e, loss_mask.double(), ((e < floor) & loss_mask).double()], -1)
+        table = over_ranks(columns.new_zeros(count, 3).index_add(0, sequences, columns))
+        totals, tokens, vetoed = table[sequences].unbind(-1)
+        if config.tis == "sequence":
+            log_weight = totals
+        mean = totals / tokens.clamp(min=1)
+        of_sequence = mean if config.mask_sequence == "geometric" else totals
+        causes["sequence"] = _outside(of_sequence, config.sequence_bounds)
+        causes["veto"] = None if config.veto is None else vetoed > 0
     weights = loss_mask.double()
     found = dict[str, Tensor]()
     if config.tis_cap is not None:
-        log_weight = (e if config.tis == "token" else totals).clamp(max=LOG_RATIO_LIMIT)
-        truncated = log_weight.exp().clamp(config.tis_floor or 0.0, config.tis_cap)
-        weights = weights * truncated
+        truncated = log_weight.clamp(max=LOG_RATIO_LIMIT).exp()
+        weights = weights * truncated.clamp(config.tis_floor or 0.0, config.tis_cap)
         found["policy/tis_mean"] = weights.sum()
-    mean = totals / tokens.clamp(min=1)
-    of_sequence = mean if config.mask_sequence == "geometric" else totals
-    causes = {
-        "token": _outside(e, config.mask_ratio),
-        "sequence": _outside(of_sequence, config.sequence_bounds),
-        "veto": None if config.veto is None else vetoed > 0,
-    }
     left = loss_mask
     for cause, rejected in causes.items():
         if rejected is not None:

@@ -91,7 +91,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
 
 @overload
-def vocab_parallel_logprob(
+def logprobs(
     logits: Tensor,
     targets: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -105,7 +105,7 @@ def vocab_parallel_logprob(
 
 
 @overload
-def vocab_parallel_logprob(
+def logprobs(
     logits: Tensor,
     targets: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -118,7 +118,7 @@ def vocab_parallel_logprob(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def vocab_parallel_logprob(
+def logprobs(
     logits: Tensor,
     targets: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -129,7 +129,7 @@ def vocab_parallel_logprob(
     inplace: bool = False,
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``log_softmax(logits / temperature)[t, targets[t]]`` over the columns of all ranks.
+    """``log_softmax(logits / temperature)[..., targets]`` over the columns of all ranks.
 
     Rank r of ``group`` holds columns ``[r * V_local, (r + 1) * V_local)``. The logits are kept for
     the backward, with three numbers a token, and not written unless ``inplace``. A second backward
@@ -137,20 +137,20 @@ def vocab_parallel_logprob(
     entropy 0 and gradient 0. NaN and +inf among its logits give NaN.
 
     Args:
-        logits:  [T, V_local] float32, bfloat16, float16 or float64.
-        targets: [T] int64, global column.
+        logits:  [..., V_local] float32, bfloat16, float16 or float64; T tokens in all.
+        targets: [...] int64, global column.
         group:   the ranks that hold the vocabulary; None: this one alone.
-        temperature: positive, one number or [T]; not differentiated.
+        temperature: positive, one number or [...]; not differentiated.
         valid_vocab: columns from here on are padding and are left out; None: all are valid.
-        keep_mask: [T, V_local] bool, the support that was sampled from (top-k, top-p): columns
+        keep_mask: [..., V_local] bool, the support that was sampled from (top-k, top-p): columns
             outside it have probability 0 and gradient 0, a target outside it log-prob -inf.
         inplace: the backward writes the gradient over the logits, which nothing may read
             afterwards: autograd reports a function that saved them. A leaf is overwritten as well.
         with_entropy: also return the entropy of each distribution, differentiable too.
 
     Returns:
-        log-probs [T], or (log-probs [T], entropies [T]); float32, float64 for float64 logits. All
-        ranks hold the same bits. The gradient is this rank's part.
+        log-probs [...], or (log-probs [...], entropies [...]); float32, float64 for float64 logits.
+        All ranks hold the same bits. The gradient is this rank's part.
 
     Communicates: one all-gather of [4, T] over ``group`` in the forward, nothing in the backward.
 
@@ -161,24 +161,46 @@ def vocab_parallel_logprob(
             checked: a wrong target or temperature gives NaN.
         RuntimeError: a second backward with ``inplace``.
     """
-    where = "vocab_parallel_logprob"
+    where = "vocab_parallel.logprobs"
     _check_shapes(where, logits, targets, keep_mask, inplace)
     ranks = 1 if group is None else group.size()
-    valid_vocab = check_valid_vocab(where, valid_vocab, logits.shape[1], ranks)
+    valid_vocab = check_valid_vocab(where, valid_vocab, logits.shape[-1], ranks)
+    shape = targets.shape
+    if logits.ndim > 2:
+        logits = logits.flatten(0, -2)
+        targets = targets.flatten()
+        if isinstance(temperature, Tensor) and temperature.shape == shape:
+            temperature = temperature.flatten()
+        keep_mask = None if keep_mask is None else keep_mask.flatten(0, -2)
     targets = check_targets(where, targets, valid_vocab)
     scale = logit_scale(where, temperature, targets, accum_dtype(logits.dtype))
     apply = cast(Any, _VocabParallelLogprob).apply
     logprob, entropy = apply(logits, targets, scale, valid_vocab, group, keep_mask, inplace)
-    return (logprob, entropy) if with_entropy else logprob
+    logprob = logprob.view(shape)
+    return (logprob, entropy.view(shape)) if with_entropy else logprob
+
+
+def entropy(
+    logits: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    valid_vocab: int | None = None,
+) -> Tensor:
+    """[...] entropy of each distribution in ``logits`` [..., V_local] [nats]: that of `logprobs`,
+    with its arguments, communication and errors."""
+    any_target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    options: dict[str, Any] = {"temperature": temperature, "valid_vocab": valid_vocab}
+    return logprobs(logits, any_target, group, **options, with_entropy=True)[1]
 
 
 def _check_shapes(
     where: str, logits: Tensor, targets: Tensor, keep_mask: Tensor | None, inplace: bool
 ) -> None:
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+    if logits.ndim < 2 or targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"{where}: logits {list(logits.shape)}, targets {list(targets.shape)}, expected "
-            "[T, V_local], [T]"
+            "[..., V_local], [...]"
         )
     if keep_mask is not None and (keep_mask.shape, keep_mask.dtype) != (logits.shape, torch.bool):
         raise ValueError(

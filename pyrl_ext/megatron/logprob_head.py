@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pyrl_ext.loss import vocab_parallel
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss
 from pyrl_ext.loss.fused_head.divergence import Teacher
 from pyrl_ext.loss.inputs import LossFn, LossInputs, Sums
-from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan
 
@@ -49,7 +49,7 @@ def score_tokens(
             detached. None: the layer's own.
 
     Communicates: over ``group``, as `linear_logprob` or the output layer and
-    `vocab_parallel_logprob`.
+    `vocab_parallel.logprobs`.
     """
     kept = None if depth else micro.kept
     how = plan.logprob
@@ -61,7 +61,7 @@ def score_tokens(
     with record_function("pyrl: logprob"):
         if how.head == "logits":
             logits = output_layer(hidden_states, weight=output_weight)[0].flatten(0, 1)
-            return vocab_parallel_logprob(
+            return vocab_parallel.logprobs(
                 logits,
                 depths[depth],
                 group,
@@ -73,7 +73,7 @@ def score_tokens(
         weight = output_layer.weight if output_weight is None else output_weight
         common |= {
             "rows": None if every_row else micro.loss_rows[depth],
-            "chunk_bytes": how.chunk_bytes,
+            "chunk_bytes": plan.head_chunk_bytes,
             "sequence_parallel": output_layer.sequence_parallel,
             "kept": kept,
             "main_grad": torch.is_grad_enabled() and hasattr(weight, "main_grad"),

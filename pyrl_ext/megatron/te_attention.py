@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from pyrl_ext.megatron.packed_attention import PackedSequences
+from pyrl_ext.pack.thd import thd_params
 
 
 class TEAttention(MegatronModule):
@@ -73,23 +73,12 @@ class TEAttention(MegatronModule):
         width = value.shape[2]
         causal = AttnMaskType.padding_causal
         wide = F.pad(value, (0, key.shape[2] - width)) if key.shape[2] != width else value
-        out = self.kernels(query, key, wide, None, causal, packed_seq_params=_bounds(packed))
+        place = packed.place
+        bounds = thd_params(
+            packed.cu_seqlens,
+            packed.max_seqlen_q,
+            local_cp_size=place.cp_size,
+            cp_group=place.cp_group,
+        )
+        out = self.kernels(query, key, wide, None, causal, packed_seq_params=bounds)
         return out.unflatten(-1, (query.shape[1], -1))[..., :width]
-
-
-def _bounds(packed: PackedSequences) -> PackedSeqParams:
-    """The bounds of sequences for TransformerEngine: one tensor in all four places says that no
-    rows lie between them."""
-    ends = packed.cu_seqlens
-    group: Any = packed.place.cp_group
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
-        max_seqlen_q=packed.max_seqlen_q,
-        max_seqlen_kv=packed.max_seqlen_kv,
-        local_cp_size=packed.place.cp_size,
-        cp_group=group,
-    )

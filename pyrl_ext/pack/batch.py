@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
+from pyrl_ext.pack.route_check import first_wrong
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import Sample, route_dtype
-
-_ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,30 +237,11 @@ def _check_route_ids(
     samples: Sequence[Sample], routes: Tensor, route_mask: Tensor, num_experts: int | None
 ) -> None:
     """Refuse expert ids out of range, or twice in one (row, layer), where there is a route."""
+    wrong = first_wrong(routes, route_mask.nonzero().squeeze(1), num_experts)
+    if wrong is None:
+        return
     starts = np.cumsum([0, *(s.tokens.numel() - 1 for s in samples)])
-    for first in range(0, len(routes), _ROWS_AT_ONCE):
-        rows = route_mask[first : first + _ROWS_AT_ONCE].nonzero().squeeze(1) + first
-        slots = routes[rows].permute(2, 0, 1).contiguous().cpu().numpy()  # [K, rows, L]
-        wrong = {
-            "are out of range": slots.max(0) >= num_experts if num_experts is not None else None,
-            "repeat": _repeated(slots),
-        }
-        for what, where in wrong.items():
-            if where is None or not where.any():
-                continue
-            row, layer = np.argwhere(where)[0]
-            sample = int(np.searchsorted(starts, int(rows[row]), side="right")) - 1
-            token = int(rows[row]) - starts[sample]
-            at = f", token {token}, layer {samples[sample].layer_ids[layer]}"
-            rule = f"ids from 0 to {(num_experts or 0) - 1}"
-            expected = f"{len(slots)} distinct ids" if what == "repeat" else rule
-            experts = slots[:, row, layer].tolist()
-            _refuse(samples[sample], f"experts {experts} {what}", expected, at)
-
-
-def _repeated(slots: np.ndarray) -> np.ndarray:
-    """[K, ...] -> [...] bool, whether two of the K are equal."""
-    repeated = np.zeros(slots.shape[1:], dtype=bool)
-    for k in range(1, len(slots)):
-        repeated |= (slots[:k] == slots[k]).any(0)
-    return repeated
+    sample = int(np.searchsorted(starts, wrong.row, side="right")) - 1
+    token = wrong.row - starts[sample]
+    at = f", token {token}, layer {samples[sample].layer_ids[wrong.slot]}"
+    _refuse(samples[sample], wrong.found, wrong.expected, at)

@@ -19,8 +19,8 @@ from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import Field, Items, NeededRows
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
-from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
+from pyrl_ext.schedule import Schedule
 
 
 class Route(NamedTuple):

@@ -22,13 +22,13 @@ from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, NeededRows, Needs
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
-from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.parallel.buckets import Bucket
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.samples import route_dtype
+from pyrl_ext.schedule import Schedule
 
 PARTS = 4  # at most, of the rows of a step: a pass waits for the first one alone
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyrl_ext.schedule.packing import emptiest_first
+from pyrl_ext.schedule.packing import least_work_first
 
 
 class Images(NamedTuple):
@@ -59,4 +59,7 @@ def spread(sizes: np.ndarray, replicas: int) -> list[list[int]]:
     Returns: [replicas] ascending places in ``sizes``; equal on every rank.
     """
     largest_first = np.argsort(-sizes, kind="stable").tolist()
-    return [*map(sorted, emptiest_first(sizes.tolist(), largest_first, replicas))]
+    patches = sizes.tolist()
+    parts = least_work_first(patches, patches, largest_first, replicas, sum(patches))
+    assert parts is not None  # one part has room for all
+    return [sorted(part) for part in parts]

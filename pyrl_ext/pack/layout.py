@@ -118,12 +118,19 @@ class TokenLayout:
 
     def rows(self, cp_rank: int) -> Tensor:
         """[num_local] int64 row of the source stream held in each local row, -1 in padding."""
-        at, size = self._chunks(cp_rank)
-        chunks = 1 if self.cp_size == 1 else 2
-        sources = np.repeat(self._sources, chunks)
-        real = np.where(sources < 0, 0, np.clip(np.repeat(self._lengths, chunks) - at, 0, size))
-        starts = _interleave(sources + at, np.full_like(at, -1))
-        return _expand(starts, _interleave(real, size - real), self.num_local)
+        return self._counted(cp_rank, self._sources)
+
+    def positions(self, cp_rank: int) -> Tensor:
+        """[num_local] int64 position of each local row in its sequence, -1 in padding."""
+        return self._counted(cp_rank, np.minimum(self._sources, 0))
+
+    def following(self, cp_rank: int) -> Tensor:
+        """[num_local] int64 row of the source stream that follows each local row in its sequence;
+        -1 in padding and where a sequence ends."""
+        rows = self.rows(cp_rank)
+        lengths = torch.from_numpy(np.repeat(self._lengths, self._padded // self.cp_size))
+        none = (rows < 0) | (self.positions(cp_rank) == lengths - 1)
+        return torch.where(none, -1, rows + 1)
 
     def shard(self, local: Tensor, tp_rank: int) -> Tensor:
         """[num_local / tp_size, ...] the part of local rows that sequence parallelism keeps."""
@@ -143,6 +150,13 @@ class TokenLayout:
         starts = rank * self.num_local + first + np.where(k < self.cp_size, 0, chunk)
         return _expand(starts, np.broadcast_to(chunk, starts.shape).copy(), total)
 
+    @cached_property
+    def gathered_rows(self) -> Tensor:
+        """[T] int64 row of the gathered order that holds each row of the ragged order."""
+        first = np.cumsum(self._padded) - self._padded
+        packed = _expand(first, self._lengths, int(self._lengths.sum()))
+        return self.global_order()[packed]
+
     def segments(self, cp_rank: int) -> tuple[Segment, ...]:
         """The causal attention of a rank, one piece for each contiguous run of its rows.
 
@@ -155,6 +169,16 @@ class TokenLayout:
         return tuple(Segment(*map(int, piece)) for piece in pieces if piece[1])
 
     # the zigzag ---------------------------------------------------------------------------------
+
+    def _counted(self, cp_rank: int, first: np.ndarray) -> Tensor:
+        """[num_local] int64: ``first`` [S] plus the position of each local row in its sequence; -1
+        in padding, and where ``first`` is negative."""
+        at, size = self._chunks(cp_rank)
+        chunks = 1 if self.cp_size == 1 else 2
+        first = np.repeat(first, chunks)
+        real = np.where(first < 0, 0, np.clip(np.repeat(self._lengths, chunks) - at, 0, size))
+        starts = _interleave(first + at, np.full_like(at, -1))
+        return _expand(starts, _interleave(real, size - real), self.num_local)
 
     @cached_property
     def _lengths(self) -> np.ndarray:

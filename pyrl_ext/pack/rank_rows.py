@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from pyrl_ext.pack.layout import TokenLayout
-from pyrl_ext.pack.schedule import Group, Schedule
+from pyrl_ext.schedule import Group, Schedule
 from pyrl_ext.schedule.alignment import alignment
 
 

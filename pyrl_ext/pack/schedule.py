@@ -1,6 +1,6 @@
 """Scheduler: the samples and ranks of every microbatch of a plan.
 
-The plan's forecast packs with the same function (`schedule/packing.py`).
+The plan's forecast packs with `schedule/packing.py`; the trainer takes that plan or a faster one.
 """
 
 from __future__ import annotations
@@ -13,70 +13,17 @@ import numpy as np
 
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.native_search import search
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.cp_groups import cp_groups
-from pyrl_ext.schedule.cp_problem import CpGroups
-from pyrl_ext.schedule.packing import pack_samples
-from pyrl_ext.schedule.schedule import Group, Microbatch, Schedule
-
-
-def plan_microbatches(
-    seqlens: Sequence[int],
-    dp_size: int,
-    tokens_per_microbatch: int,
-    align: int = 1,
-    cp_size: int = 1,
-) -> Schedule:
-    """Samples of every microbatch of every data-parallel rank, deterministic and balanced.
-
-    Every group has ``cp_size`` ranks. `pack_samples` documents the algorithm.
-
-    Args:
-        seqlens: rows of each sample [tokens].
-        dp_size: data-parallel ranks.
-        tokens_per_microbatch: most padded rows of a microbatch on one context-parallel rank
-            [tokens].
-        align: every sample is padded to a multiple of this [tokens].
-        cp_size: context-parallel ranks that share the rows of a microbatch.
-
-    Returns:
-        A group is empty only if there are fewer samples than groups.
-
-    Raises:
-        ValueError: a sample does not fit into a microbatch alone, or a size is not positive.
-    """
-    limit = tokens_per_microbatch * cp_size
-    _check_sizes(seqlens, dp_size, limit, align)
-    table = pack_samples([_padded(n, align) for n in seqlens], dp_size, limit)
-    microbatches = (
-        tuple(Group(dp_rank * cp_size, cp_size, ids) for dp_rank, ids in enumerate(bins))
-        for bins in zip(*table, strict=True)
-    )
-    return Schedule(dp_size * cp_size, tuple(microbatches))
-
-
-def plan_dynamic_cp(seqlens: Sequence[int], groups: CpGroups) -> Schedule:
-    """Samples and group sizes of every microbatch, deterministic, so that all ranks finish early.
-
-    `pyrl_ext.schedule.dynamic_cp` documents the algorithm.
-
-    Args:
-        seqlens: rows of each sample [tokens].
-
-    Returns:
-        A microbatch has no sample at all only if there are fewer samples than microbatches.
-
-    Raises:
-        ValueError: there are no samples, or one is empty or longer than the largest group takes.
-    """
-    return search(groups.problem(seqlens))
+from pyrl_ext.plan.cp_groups import costs_of, cp_groups
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups
+from pyrl_ext.schedule.microbatches import plan_dynamic_cp, plan_microbatches
+from pyrl_ext.schedule.schedule import Microbatch, Schedule
 
 
 class Scheduler:
     """Which samples of a plan's minibatches run together, in which microbatch, on which ranks.
 
-    Groups of dynamic context parallelism are priced once.
+    Groups and microbatches are priced once.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -86,6 +33,11 @@ class Scheduler:
     def _groups(self) -> CpGroups:
         return cp_groups(self.plan)
 
+    @cached_property
+    def _cost(self) -> CostModel:
+        # all groups have one size: what they exchange does not depend on the schedule
+        return replace(costs_of(self.plan), exchanges=())
+
     def schedule(self, seqlens: Sequence[int]) -> Schedule:
         """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""
         return self._padded(self._placed(seqlens))
@@ -94,8 +46,14 @@ class Scheduler:
         parallel = self.plan.parallel
         if parallel.dynamic_cp is not None:
             return plan_dynamic_cp(seqlens, self._groups)
-        tokens = self.plan.batching.tokens_per_microbatch
-        return plan_microbatches(seqlens, parallel.dp, tokens, self.plan.row_alignment, parallel.cp)
+        return plan_microbatches(
+            seqlens,
+            parallel.dp,
+            self.plan.batching.tokens_per_microbatch,
+            self.plan.row_alignment,
+            parallel.cp,
+            self._cost,
+        )
 
     def _padded(self, schedule: Schedule) -> Schedule:
         # an interleaved pipeline runs pp microbatches of a chunk at a time
@@ -130,31 +88,6 @@ class Scheduler:
             except ValueError as error:
                 raise ValueError(f"minibatch {i} of {len(parts)}: {error}") from None
         return found
-
-
-def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:
-    sizes = {"dp_size": dp_size, "tokens_per_microbatch": limit, "align": align}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"plan_microbatches: {name} is {value}, expected at least 1")
-    if not len(seqlens):
-        raise ValueError("plan_microbatches: 0 samples, expected at least 1")
-    for sample, n in enumerate(seqlens):
-        padded = _padded(n, align)
-        if n < 1:
-            raise ValueError(
-                f"plan_microbatches: sample {sample} has {n} rows, expected at least 1"
-            )
-        if padded > limit:
-            raise ValueError(
-                f"plan_microbatches: sample {sample} has {n} rows ({padded} padded to a multiple "
-                f"of {align}), expected at most tokens_per_microbatch x cp = {limit}. Raise "
-                "batching.tokens_per_microbatch or shorten the responses"
-            )
-
-
-def _padded(length: int, align: int) -> int:
-    return -(-length // align) * align
 
 
 # Limit of an encoder's microbatch ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.encoder_work import ShardImages
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, RankRows
-from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.schedule import Schedule
 
 
 class TeacherHead(NamedTuple):

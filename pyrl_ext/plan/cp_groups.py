@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.forecast.compute_time import Passes
-from pyrl_ext.plan.forecast.flops import model_flops
-from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.forecast.flops import sample_rates
+from pyrl_ext.plan.forecast.workload import scored_share
 from pyrl_ext.plan.model.hardware import gpu_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, ExchangeCost
@@ -40,15 +40,12 @@ def costs_of(plan: Plan) -> CostModel:
         seconds = (measured.token_seconds, measured.square_seconds, measured.launch_seconds)
         return CostModel(*seconds, known)
     gpu = gpu_of(plan)
-    samples = step_samples(plan)
-    scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
     pp = plan.parallel.pp
     if gpu is None:
-        each = model_flops(plan.sizes, plan.num_mtp_layers)
+        row, square = sample_rates(plan)
         share = 3 / plan.parallel.tp / pp
-        pair = share * each.attention
-        row = share * (each.projections + each.experts + each.scan + each.head * scored)
-        return CostModel(row + pair / 2, pair / 2)
+        return CostModel(share * row, share * square)
+    scored = scored_share(plan)
     run = Passes(plan, gpu)
 
     def rates(cp: int) -> list[float]:

@@ -26,7 +26,7 @@ from pyrl_ext.plan.model.latent_gather import Exchanged, exchanged_elements
 from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes
-from pyrl_ext.plan.model.units import DTYPE_BYTES
+from pyrl_ext.plan.model.units import CHUNK_BYTES, DTYPE_BYTES
 from pyrl_ext.plan.resume import Difference, is_allowed, refusal
 from pyrl_ext.plan.schema import Config, Parallel, PromptKeys
 from pyrl_ext.plan.schema.evaluate import DEFAULT_EVERY
@@ -197,6 +197,36 @@ class Plan(Config):
         """True if the loss runs inside each chunk of the LM head, as distributions are compared
         there."""
         return self.logprob.loss_in_chunk or self.objective.compares_distributions
+
+    @property
+    def scores_in_update(self) -> bool:
+        """True if the old log-probs are those of the update's own forward passes: a step has one
+        update, and nothing reads them before it. The first step of a run is scored before, to
+        check the engine."""
+        objective = self.objective
+        replay = self.replay
+        read_before = (
+            self.rollout.max_mismatch is not None  # every batch is checked before its update
+            or self.rollout.record is not None
+            or objective.corrects_sequences
+            or objective.teaches_sampled
+            or (objective.kl_coef > 0 and objective.kl_in == "reward")
+            or replay.of_trainer
+            or self.loss_in_chunk
+        )
+        same_pass = self.batching.updates == 1 and replay.old == replay.train
+        return self.has_rollouts and same_pass and not read_before
+
+    @property
+    def scores_every_row(self) -> bool:
+        """True if log-probs before the update are wanted of prompts too: they are recorded, or a
+        loss of the user's may read them. Otherwise the LM head scores loss tokens alone."""
+        return self.rollout.record is not None or ":" in self.objective.loss
+
+    @property
+    def head_chunk_bytes(self) -> int:
+        """Bytes of a chunk's logits and their gradients in the LM head, with null resolved."""
+        return self.logprob.chunk_bytes or CHUNK_BYTES[self.device]
 
     @property
     def vocab_columns(self) -> int:

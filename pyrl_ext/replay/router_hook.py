@@ -1,6 +1,6 @@
 """Routing replay: the experts used before for each token, forced in Megatron's routers.
 
-`ReplayRouters` finds the routers in the live model, hands each microbatch's routes to their layers,
+`Replay` finds the routers in the live model, hands each microbatch's routes to their layers,
 and counts how often a router would have chosen the same experts. It holds no state between passes:
 `session` clears it, also after an exception.
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pyrl_ext.lazy import missing
 from pyrl_ext.ops import replay_probs
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
@@ -54,6 +55,7 @@ class RouterHook:
         self.layer_number: int | None = None  # megatron sets it
         self.current: LayerRoutes | None = None
         self.used: LayerRoutes | None = None  # in the newest forward or recomputation
+        self.recomputing = False  # the newest is a recomputation
         self.for_recompute: deque[LayerRoutes] = deque()
         self.counting = False
         self.recording = False
@@ -87,7 +89,7 @@ class RouterHook:
         config = self.router.config
         by_te = config.fp8 and config.recompute_granularity and self.router.training
         checkpointing = is_checkpointing() or by_te
-        recomputing = checkpointing and torch.is_grad_enabled()
+        recomputing = self.recomputing = bool(checkpointing and torch.is_grad_enabled())
         kept = recomputing and self.for_recompute
         routes = self.used = self.for_recompute.popleft() if kept else self.current
         if routes is not None and routes.ids.shape != (rows, topk):
@@ -116,9 +118,28 @@ class RouterHook:
             chosen = native_topk(scores)
         else:
             with self.clock("time/replay"):
-                chosen = self._replayed(self.used, scores, native_topk)
+                ids = self.forced(self.used, lambda: native_topk(scores.detach())[1]).long()
+                # gathered from live scores: the gate keeps its gradient
+                chosen = (scores.gather(1, ids), ids)
         self.record(chosen[1])
         return chosen
+
+    def forced(self, routes: LayerRoutes, choose: Callable[[], Tensor]) -> Tensor:
+        """[M, K] the experts of ``routes``, and of ``choose`` in rows that it leaves to the router.
+        Counts how many of both are the same, once for each forward of a pass that counts.
+
+        Args:
+            choose: returns the [M, K] experts that the router would choose.
+        """
+        counting = self.counting and not self.recomputing
+        if not counting and routes.use is None:
+            return routes.ids
+        with torch.no_grad():
+            chosen = choose()
+        ids = routes.ids.long()
+        if counting:
+            self._count(routes, ids, chosen)
+        return ids if routes.use is None else torch.where(routes.use[:, None], ids, chosen)
 
     def record(self, ids: Tensor) -> None:
         """Keep the ids [M, K] of a forward's experts, if the pass records."""
@@ -128,19 +149,6 @@ class RouterHook:
         if is_token is None:
             is_token = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.recorded.append((ids.to(route_dtype(self.num_experts)), is_token))
-
-    def _replayed(
-        self, routes: LayerRoutes, scores: Tensor, native_topk: Callable[[Tensor], TopK]
-    ) -> TopK:
-        ids = routes.ids.long()
-        if self.counting or routes.use is not None:
-            with torch.no_grad():
-                _, native = native_topk(scores.detach())
-            if self.counting:
-                self._count(routes, ids, native)
-            if routes.use is not None:
-                ids = torch.where(routes.use[:, None], ids, native)
-        return scores.gather(1, ids), ids  # gathered from live scores: the gate keeps its gradient
 
     def _count(self, routes: LayerRoutes, ids: Tensor, native: Tensor) -> None:
         shared = (ids[:, :, None] == native[:, None, :]).sum((1, 2))
@@ -181,18 +189,21 @@ class Recorded(NamedTuple):
     routes: Tensor | None
 
 
-class ReplayRouters:
+class Replay:
     """The routers of one model on this rank.
 
     Args:
         chunks: the rank's model chunks, as megatron's schedule gets them.
-        device: where the routers compute.
+        device: where the routers compute; None: where the parameters are.
 
     Raises: RuntimeError when a router cannot be replayed (fused or balanced routing, an id claimed
         twice, a layer with experts but no router).
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
+    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device | None = None):
+        if device is None:
+            device = next(chunks[0].parameters()).device
+        self.chunks = list(chunks)
         self.device = device
         self.clock = Clock()  # counts, as "time/replay", the host time that replay adds to a step
         self.hooks: list[list[RouterHook]] = [
@@ -266,14 +277,30 @@ class ReplayRouters:
         they do not."""
         return getattr(next(self._all()).router, "shares_rows", None)
 
-    def use(self, chunk: int, routes: RoutedExperts | None) -> None:
-        """Use ``routes`` in the next forward of model chunk ``chunk``; None: routers choose."""
-        hooks = self.hooks[chunk]
+    def use(self, chunk: int | torch.nn.Module, routes: RoutedExperts | None) -> None:
+        """Use ``routes`` in the next forward of a model chunk; None: routers choose.
+
+        Args:
+            chunk: one of the model chunks, or its number among them.
+
+        Raises: ValueError for a module that is none of them.
+        """
+        number = chunk if isinstance(chunk, int) else self._number(chunk)
+        hooks = self.hooks[number]
         with record_function("pyrl: routes"), self.clock("time/replay"):
-            layers = self.layer_ids(chunk)
+            layers = self.layer_ids(number)
             each_layer = [None] * len(hooks) if routes is None else routes.of_layers(layers)
         for hook, layer_routes in zip(hooks, each_layer, strict=True):
             hook.current = layer_routes
+
+    def _number(self, module: torch.nn.Module) -> int:
+        for number, chunk in enumerate(self.chunks):
+            if chunk is module:
+                return number
+        raise ValueError(
+            f"Replay.use: chunk is a {type(module).__name__}, expected one of the "
+            f"{len(self.chunks)} model chunks that Replay was given, or its number"
+        )
 
     def recorded(self) -> Recorded:
         """The experts that the routers of this rank used in a session that records.
@@ -311,8 +338,11 @@ class ReplayRouters:
 
 def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[RouterHook]:
     """Hook every router of a live model chunk."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.router import TopKRouter
+    try:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.router import TopKRouter
+    except ModuleNotFoundError as error:
+        raise missing("pyrl_ext.replay.Replay", error) from None
 
     hooks: list[RouterHook] = []
     for name, module in chunk.named_modules():
@@ -341,10 +371,10 @@ def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[
 
 
 def _route(router: Any, hook: RouterHook) -> None:
-    """If every row's experts are given, or none, one kernel replaces megatron's ten [M, E]
-    operations (bit-equal in fp32). Otherwise megatron's hook is used.
+    """One kernel replaces megatron's ten [M, E] operations (bit-equal in fp32). The router's own
+    top-k is taken where it chooses, or is counted.
 
-    Routing that adds to a loss or drops tokens is left to megatron as a whole.
+    Routing that adds to a loss or drops tokens is left to megatron, which asks its hook.
     """
     config = router.config
     routing = router.routing
@@ -358,7 +388,7 @@ def _route(router: Any, hook: RouterHook) -> None:
     def route(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         flat = logits.view(-1, config.num_moe_experts)
         routes = hook.take(len(flat), router.topk)
-        if not plain or hook.counting or (routes is not None and routes.use is not None):
+        if not plain:
             return routing(logits, padding_mask)
         with record_function("pyrl: router"):  # not counted as replay: a router does no less
             if router.score_function == "sigmoid":
@@ -371,7 +401,12 @@ def _route(router: Any, hook: RouterHook) -> None:
                 scores = flat
                 norm = "softmax"
             scale = config.moe_router_topk_scaling_factor
-            ids = _choose(router, scores) if routes is None else routes.ids
+            choose = partial(_choose, router, scores)
+            if routes is None:
+                ids = choose()
+            else:
+                with hook.clock("time/replay"):
+                    ids = hook.forced(routes, choose)
             hook.record(ids)
             probs, routing_map = replay_probs(scores, ids, norm, scale, flat.dtype)
         if config.moe_router_bias_update_rate:  # else nothing reads the load of experts

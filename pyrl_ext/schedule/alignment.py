@@ -17,3 +17,8 @@ def alignment(tp_size: int, cp_size: int, tile_rows: int = 1) -> int:
     """
     unit = tp_size if cp_size == 1 else 2 * cp_size * tp_size
     return math.lcm(unit, tile_rows * tp_size * cp_size)
+
+
+def padded(rows: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``rows``."""
+    return -(-rows // unit) * unit

@@ -194,8 +194,8 @@ def features(facts: Facts) -> list[Feature]:
     compiler = () if facts["commands"]["c++"] else ("c++ is not installed",)
     nvcc = () if facts["commands"]["nvcc"] else ("nvcc is not installed",)
     all_features = [
-        Feature("plans", _error(facts, "plans"), "pip install .", True),
-        Feature("training", base, "pip install .", True),
+        Feature("plans", _error(facts, "plans"), "pip install '.[train]'", True),
+        Feature("training", base, "pip install '.[train]'", True),
         Feature("training on GPUs", base + gpu, "install the driver, or a torch for it"),
         Feature("kernels in C++ and CUDA", kernels, "pip install . (with nvcc for CUDA)"),
         Feature("kernels in Triton", triton + gpu, "pip install triton, on a machine with a GPU"),

@@ -327,6 +327,11 @@ def _take(made: Recipe, model: str, found: Suggestion, gpus: str) -> None:
     made.set("model.recompute", plan.model.recompute, "the least that fits; full saves most memory")
     tokens = plan.batching.tokens_per_microbatch
     made.set("batching.tokens_per_microbatch", tokens, "on a rank at once; holds a whole sample")
+    if plan.logprob.chunk_bytes is not None:
+        why = "of logits at a time; 4 GiB, a GPU's default, take too much memory"
+        made.set("logprob.chunk_bytes", plan.logprob.chunk_bytes, why)
+    if plan.rollout.tp != made.values["rollout.tp"]:
+        made.set("rollout.tp", plan.rollout.tp, "GPUs of an engine: for the fastest step")
     offload = plan.rollout.offload_trainer
     made.set("rollout.offload_trainer", offload, "goes to host memory while the engine generates")
     spread = plan.optimizer.distributed

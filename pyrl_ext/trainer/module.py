@@ -36,7 +36,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.phases import OFFLOADED, Offloadable
-from pyrl_ext.replay.router_hook import ReplayRouters
+from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from pyrl_ext.weights.modules import table_of
 
@@ -73,7 +73,7 @@ class TrainedModule:
         self.chunks = chunks
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
         self.table = table_of(plan, name)
-        self.replay = ReplayRouters(chunks, topo.device)
+        self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
         say = _say if topo.is_main else None
         of = "" if name == "llm" else f"{name} "

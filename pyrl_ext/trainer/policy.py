@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.loss.inputs import LossFn
+from pyrl_ext.loss.corrections import correct
+from pyrl_ext.loss.inputs import LossFn, LossInputs
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.logprob_head import TeacherOutput, score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
@@ -75,6 +76,8 @@ class Policy:
         reference: a frozen copy that steps refresh, so that `save` and `load` include it; None:
             there is none.
         level_starts: source of prompts -> its `RisingTask.starts`, which checkpoints keep.
+        scored: the rows of the last update before it, where the plan takes old log-probs from the
+            update's forward passes (`Plan.scores_in_update`); else None.
         stream: on which the modules were built, see `need_stream`.
     """
 
@@ -85,6 +88,7 @@ class Policy:
         self.step = self.updates = 0
         self.reference: Policy | None = None
         self.level_starts: dict[str, list[int]] = {}
+        self.scored: Scores | None = None
         self._flat = False  # the gradient of the last update was exactly 0
         self.stream = stream_of(self.topo.device)
 
@@ -232,12 +236,15 @@ class Policy:
 
     # passes --------------------------------------------------------------------------------------
 
-    def scores(self, shard: BatchShard, replay: bool = True, record: bool = False) -> Scores:
-        """Log-prob and entropy of every row of ``shard`` under the current weights.
+    def scores(
+        self, shard: BatchShard, replay: bool = True, record: bool = False, every: bool = True
+    ) -> Scores:
+        """Log-prob and entropy of the rows of ``shard`` under the current weights.
 
         Args:
             replay: routers use the routes in ``shard``; else they choose.
             record: keep the experts that the routers used.
+            every: False: the head scores rows under the loss mask alone; others may be NaN.
 
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
@@ -246,18 +253,29 @@ class Policy:
         replay_hooks = self.module.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> Reduced:
-            values = torch.stack(scored, -1).float()  # log-prob and entropy
             assert micro.inputs is not None  # the last stage has them
-            return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
+            return scored[0].sum(), micro.inputs.loss_mask.sum().int(), _row_values(micro, scored)
 
         self._set_training(False)
         with torch.no_grad(), replay_hooks.session(replay, record):
-            parts = self._run(shard, reduce, replay, forward_only=True)
+            parts = self._run(shard, reduce, replay, forward_only=True, every=every)
             recorded = replay_hooks.recorded() if record else None
-            layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
-            agreement = replay_hooks.agreement(layers) if replay else {}
+            scores = self._scores(parts, shard, replay)
+        return replace(scores, recorded=recorded)
+
+    def _scores(
+        self, parts: list[tuple[Tensor, Tensor]], shard: BatchShard, replay: bool
+    ) -> Scores:
+        """The scores of a pass, within its session.
+
+        Args:
+            parts: `_row_values` of each microbatch.
+            replay: the pass counted how far the routers agree with the routes in ``shard``.
+        """
+        layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
+        agreement = self.module.replay.agreement(layers) if replay else {}
         logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
-        return Scores(logprobs, entropy, agreement, recorded)
+        return Scores(logprobs, entropy, agreement)
 
     def hidden_states(self, shard: BatchShard, columns: int) -> tuple[Tensor, TeacherHead] | None:
         """Hidden states of every row of ``shard`` before the LM head, and the head. This policy is
@@ -366,6 +384,9 @@ class Policy:
         MTP layers add ``mtp_coef`` times the mean, over depths, of their mean negative log-prob,
         each over the loss tokens that its depth can predict.
 
+        If the plan takes old log-probs from the update (`Plan.scores_in_update`), ``minibatch`` is
+        the whole step, the ratio is 1, and `scored` is set: NaN or anything outside the loss mask.
+
         Returns: loss, and metrics that any token has; ``mtp_loss`` with MTP layers [nats].
         """
         (loss_tokens,) = minibatch.loss_tokens
@@ -374,23 +395,35 @@ class Policy:
         self.need("weights", "gradients")
         self._need_stream("accumulate")
         in_chunk = loss if self.plan.loss_in_chunk else None
+        in_update = self.plan.scores_in_update
+        replay = self.plan.replay.train
 
         def reduce(micro: Microbatch, scored: tuple[Any, ...], mtp: list[Tensor]) -> Reduced:
-            assert micro.inputs is not None  # the last stage has them
-            total, count, sums = scored if in_chunk else loss(scored[0], scored[1], micro.inputs)
+            inputs = micro.inputs
+            assert inputs is not None  # the last stage has them
+            corrected: dict[str, Tensor] = {}
+            if in_update:
+                inputs, corrected = self._with_old(inputs, scored[0].detach())
+            total, count, sums = scored if in_chunk else loss(scored[0], scored[1], inputs)
             sums = {"loss": (total.detach(), count), **sums}
+            sums |= {name: (value, count) for name, value in corrected.items()}
             if mtp:
                 extra, sums["mtp_loss"] = self._mtp_loss(micro, mtp, loss_tokens)
                 total = total + extra
             table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
-            return total, count.int(), {"names": list(sums), "sums": table}
+            rows = _row_values(micro, scored) if in_update else None
+            return total, count.int(), {"names": list(sums), "sums": table, "rows": rows}
 
         trained = [module for module in self.modules.values() if module.optimizer is not None]
         for module in trained:
             module.zero_grad()
         self._set_training(True)
-        with self.module.replay.session():
-            parts = self._run(minibatch, reduce, self.plan.replay.train, in_chunk=in_chunk)
+        with self.module.replay.session(counting=in_update and replay):
+            every = not self.plan.objective.is_token_wise
+            parts = self._run(minibatch, reduce, replay, in_chunk=in_chunk, every=every)
+            if in_update:
+                rows = [part["rows"] for part in parts]
+                self.scored = self._scores(rows, minibatch, replay)
         sums = self._sums(parts)
         for module in trained:
             if module is not self.module:
@@ -399,6 +432,19 @@ class Policy:
                 for chunk in module.chunks:
                     chunk.scale_gradients(1 / max(1, sums["loss"][1]))
         return {name: total / tokens for name, (total, tokens) in sums.items() if tokens}
+
+    def _with_old(
+        self, inputs: LossInputs, logprobs: Tensor
+    ) -> tuple[LossInputs, dict[str, Tensor]]:
+        """The inputs of a loss with the current log-probs as old ones, and corrections that follow
+        from them; the sums of these by metric."""
+        inputs = replace(inputs, old_logprobs=logprobs)
+        objective = self.plan.objective
+        if not objective.corrects:
+            return inputs, {}
+        of_engine = inputs.rollout_logprobs
+        weights, found = correct(objective, logprobs, of_engine, inputs.loss_mask)
+        return replace(inputs, corrections=weights.float()), found
 
     def _mtp_loss(
         self, micro: Microbatch, ahead: list[Tensor], loss_tokens: Sequence[int]
@@ -425,12 +471,12 @@ class Policy:
         forward_only: bool = False,
         in_chunk: LossFn | None = None,
         output: TeacherOutput | None = None,
+        every: bool = True,
     ) -> list[Any]:
         """Run megatron's schedule over the microbatches of ``shard``.
 
-        A pass that trains scores loss tokens only; the log-probs of others may be NaN.
-
         Args:
+            every: score all rows; otherwise the log-probs of rows without loss may be NaN.
             reduce: called on the last stage with a microbatch, its (log-probs, entropies) and the
                 log-probs of each MTP depth; returns (loss sum, token count, anything).
             in_chunk: a loss to compute chunk by chunk in the LM head; ``reduce`` then gets its
@@ -451,7 +497,8 @@ class Policy:
         else:
             prefetch = self._prefetch(shard, replayed, depths)
             images = Features(self.modules, edges, shard)
-            parts = self._run_llm(prefetch, images, reduce, forward_only, in_chunk, output)
+            head = in_chunk, output, every
+            parts = self._run_llm(prefetch, images, reduce, forward_only, *head)
         for edge in self.edges.values():
             edge.finish()
         return parts
@@ -464,6 +511,7 @@ class Policy:
         forward_only: bool,
         in_chunk: LossFn | None,
         output_processor: TeacherOutput | None,
+        every: bool,
     ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -476,7 +524,6 @@ class Policy:
             packed = ready.packed
             tokens = micro.tokens[None]
             positions = packed.positions[None]
-            every = forward_only or not self.plan.objective.is_token_wise
             head = output_processor
             if head is None:
                 head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
@@ -530,6 +577,12 @@ class Policy:
             total += part["sums"]
         sums = sum_over_ranks(total, self.topo).tolist()
         return {name: (value, count) for name, (value, count) in zip(names[0], sums, strict=True)}
+
+
+def _row_values(micro: Microbatch, scored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(place of each row of a microbatch in its shard [M] on the host; its log-prob and entropy
+    [M, 2] float32)."""
+    return micro.at, torch.stack(scored, -1).detach().float()
 
 
 def stream_of(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan import Plan
 from pyrl_ext.replay.routed_experts import RoutedExperts
-from pyrl_ext.replay.router_hook import ReplayRouters
+from pyrl_ext.replay.router_hook import Replay
 
 
 @dataclass
@@ -54,7 +54,7 @@ class MicrobatchPrefetcher:
 
     shard: BatchShard
     topo: Topology
-    replay: ReplayRouters
+    replay: Replay
     replayed: bool
     depths: int = 0
     axes: bool = False

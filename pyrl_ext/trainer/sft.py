@@ -57,7 +57,7 @@ class SftStep(Step):
             order = range(-1, -1 - self.plan.data.held_out, -1)
             held_out = self._shared(lambda: self.source.held_out(rank, ranks), order)
             shard = self.batch_of(held_out, phase, minibatches=1)
-            logprobs = self.policy.scores(shard, replay=False).logprobs
+            logprobs = self.policy.scores(shard, replay=False, every=False).logprobs
             total = torch.zeros(2)
             if self.topo.is_last_stage:
                 mask = shard.columns["loss_mask_0"]

@@ -170,7 +170,8 @@ class Step(ABC):
     def score(
         self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
     ) -> tuple[BatchShard, Scores | None]:
-        """The rows with what the loss needs of a forward pass, and its scores; None: no pass.
+        """The rows with what the loss needs of forward passes before the update, and the policy's
+        scores; None: it was not asked.
 
         Args:
             check: stop the run if trainer and engine disagree about the tokens.
@@ -187,6 +188,7 @@ class Step(ABC):
         epochs = self.plan.batching.epochs
         rows = list[Metrics]()
         last = list[Metrics]()
+        self.policy.scored = None
         with phase("time/update"):
             self._report_empty(shard)
             for _ in range(epochs):  # every one reads the same rows
@@ -220,7 +222,11 @@ class Step(ABC):
 
     @abstractmethod
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
-        """Metrics of the step's samples and of where they were computed."""
+        """Metrics of the step's samples and of where they were computed.
+
+        Args:
+            old: what `score` returned.
+        """
 
 
 @dataclass
@@ -398,23 +404,30 @@ class RolloutStep(Step):
 
     def score(
         self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
-    ) -> tuple[BatchShard, Scores]:
+    ) -> tuple[BatchShard, Scores | None]:
         """Score the rows with the policy, the reference and the teacher.
 
         Args:
             check: stop the run if trainer and engine disagree about the tokens.
 
-        Returns: the rows with their log-probs and weights, and the policy's scores.
+        Returns: the rows with their log-probs and weights, and the policy's scores; None where
+            nothing needs them before the update (`Plan.scores_in_update`).
         """
-        with phase("time/old_logprobs"):
-            replay = self.plan.replay
-            old = self.policy.scores(shard, replay.old, replay.of_trainer)
-        if check:
-            self._check_batch(shard, old)
-        if old.recorded is not None:
-            shard = shard.with_routes(self.plan.router_layers, *old.recorded)
+        in_update = self.plan.scores_in_update
+        old = None
+        columns: dict[str, torch.Tensor] = {}
+        if check or not in_update:
+            with phase("time/old_logprobs"):
+                replay = self.plan.replay
+                every = self.plan.scores_every_row
+                old = self.policy.scores(shard, replay.old, replay.of_trainer, every)
+            if check:
+                self._check_batch(shard, old)
+            if old.recorded is not None:
+                shard = shard.with_routes(self.plan.router_layers, *old.recorded)
+            if not in_update:
+                columns["old_logprobs"] = old.logprobs
         self.rollouts.samples_stale()  # before the weights change; the rows are of proved ones
-        columns = {"old_logprobs": old.logprobs}
         if self.plan.objective.kl_coef:
             with phase("time/ref_logprobs"):
                 self._refresh_reference()
@@ -437,14 +450,16 @@ class RolloutStep(Step):
 
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
         """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
-        assert old is not None
-        metrics = index.stats() | self.rollouts.dropped | compare(shard, old, self.topo)
+        metrics = index.stats() | self.rollouts.dropped
+        old = old or self.policy.scored
+        if old is not None:  # None: no sample has a loss token, so no pass read any
+            metrics |= compare(shard, old, self.topo)
+            if self.plan.rollout.ahead:
+                metrics |= by_age(shard, old, index, self.number, self.plan, self.topo)
         if self.plan.objective.advantage == "none":  # no group lacks a gradient
             metrics.pop("rollout/flat_groups")
         metrics |= self.moved.metrics(self.topo) | self.weighed
         metrics |= self.rollouts.engine.metrics()  # with what came after the publish
-        if self.plan.rollout.ahead:
-            metrics |= by_age(shard, old, index, self.number, self.plan, self.topo)
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
             seconds = (p.module.replay.clock.take() for p in policies)
@@ -469,7 +484,11 @@ class RolloutStep(Step):
 
     def _teacher_logprobs(self, shard: BatchShard, index: BatchIndex) -> torch.Tensor:
         """[N] float32, of each row under the teacher of its source; empty before the last stage."""
-        scored = [(name, teacher.scores(shard, False)) for name, teacher in self.teachers.items()]
+        every = self.plan.scores_every_row
+        scored = [
+            (name, teacher.scores(shard, False, every=every))
+            for name, teacher in self.teachers.items()
+        ]
         found = scored[0][1].logprobs
         prompts = self.rollouts.source.prompts
         if len(scored) == 1 or not shard.role.last_stage:
@@ -495,11 +514,12 @@ class RolloutStep(Step):
     def _reference_scores(self, shard: BatchShard) -> Scores:
         replay = self.plan.replay.reference
         adapters = self.policy.module.adapters
+        every = self.plan.scores_every_row
         if self.reference is not None:
-            return self.reference.scores(shard, replay)
+            return self.reference.scores(shard, replay, every=every)
         assert adapters is not None
         with adapters.off():
-            return self.policy.scores(shard, replay)
+            return self.policy.scores(shard, replay, every=every)
 
     @property
     def _engine_dtype(self) -> torch.dtype:

@@ -26,8 +26,8 @@ def weigh_tokens(
     """The rows with the weights that the plan's objective asks for, and metrics of them.
 
     Args:
-        shard: with ``old_logprobs``, and ``ref_logprobs`` and ``teacher_logprobs`` where there is
-            a reference and a teacher of sampled tokens.
+        shard: with ``old_logprobs``, unless `Plan.scores_in_update`, and ``ref_logprobs`` and
+            ``teacher_logprobs`` where there is a reference and a teacher of sampled tokens.
 
     Returns: with more columns on the last stage: ``weights`` of the reduction, ``corrections``,
         ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``), with
@@ -53,7 +53,7 @@ def weigh_tokens(
     over_ranks = partial(sum_over_ranks, topo=topo)
     parts = torch.from_numpy(index.trajectories)
     count = len(index.firsts)
-    if objective.corrects:
+    if objective.corrects and not plan.scores_in_update:
         rollout = here.get("rollout_logprobs", none)
         weights, found = correct(objective, old, rollout, mask, parts[at], count, over_ranks)
         columns["corrections"] = weights.float()

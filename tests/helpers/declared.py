@@ -86,23 +86,31 @@ def undeclared(requirements: Iterable[str]) -> set[str]:
     }
 
 
-def hide_undeclared() -> set[str]:
-    """From here on this process finds no module that pyproject.toml's dependencies do not bring.
+def declared(*extras: str) -> list[str]:
+    """Requirements of the package with ``extras``, from pyproject.toml."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    found = [*project["dependencies"], project["name"]]
+    for extra in extras:
+        found += project["optional-dependencies"][extra]
+    return found
+
+
+def hide_undeclared(*extras: str) -> set[str]:
+    """From here on this process finds no module that the package with ``extras`` does not bring.
 
     Returns: the names of those that are installed.
     """
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    declared = [*project["dependencies"], project["name"]]
-    hidden = undeclared(declared)
+    requirements = declared(*extras)
+    hidden = undeclared(requirements)
     place = sys.meta_path.index(PathFinder)
-    finder = DeclaredFinder(hidden, brought_by(declared))
+    finder = DeclaredFinder(hidden, brought_by(requirements))
     sys.meta_path[place] = finder  # type: ignore[call-overload]
     return hidden
 
 
 def main(configs: Sequence[str]) -> int:
     """One short step of every config; the exit code of the first that fails."""
-    print("hidden:", *sorted(hide_undeclared()))
+    print("hidden:", *sorted(hide_undeclared("train")))
     from pyrl_ext.train import main as train
     from tests.helpers.tiny import QUICK
 

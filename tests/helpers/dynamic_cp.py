@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.schedule import Schedule, plan_dynamic_cp
+from pyrl_ext.schedule import Schedule, plan_dynamic_cp
 from pyrl_ext.schedule.alignment import alignment
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpInstance, CpSize, ExchangeCost
 

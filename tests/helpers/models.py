@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import families
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.ranks import run_ranks

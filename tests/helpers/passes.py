@@ -16,10 +16,10 @@ from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
-from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.schedule import Schedule
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import weigh_tokens
 

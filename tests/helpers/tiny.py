@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pyrl_ext.loss.sampling_mask import KeptSets
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.schedule import Group, Schedule
 from tests.helpers.passes import WholeBatch
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"

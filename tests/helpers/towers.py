@@ -23,10 +23,10 @@ from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.rank_rows import Lengths, RankRole
-from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.schedule import Schedule
 from pyrl_ext.trainer.module import TrainedModule
 from tests.helpers.passes import WholeBatch
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.loss.evaluate import evaluate
+from pyrl_ext.loss.evaluation import evaluate
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
 from tests.helpers import objective_loops as loops
 

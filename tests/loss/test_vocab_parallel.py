@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
+from pyrl_ext.loss import vocab_parallel
 from pyrl_ext.ops import use_backend
 from tests.helpers.ranks import run_ranks
 
@@ -62,7 +62,7 @@ def solve(group, dtype, masked=False, **change):
     keep = kept(targets).chunk(size, 1)[rank] if masked else None
 
     def weighted(x, **how):
-        logprob, entropy = vocab_parallel_logprob(
+        logprob, entropy = vocab_parallel.logprobs(
             x,
             targets,
             group,
@@ -165,7 +165,7 @@ def test_vocab_parallel_logprob_passes_gradcheck(with_entropy, masked):
     keep[torch.arange(3), targets] = True
 
     def function(logits):
-        return vocab_parallel_logprob(
+        return vocab_parallel.logprobs(
             logits,
             targets,
             temperature=0.7,
@@ -180,7 +180,7 @@ def test_vocab_parallel_logprob_passes_gradcheck(with_entropy, masked):
 def test_vocab_parallel_logprob_defaults_to_log_softmax():
     logits, targets, _, _ = problem(torch.float32)
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    assert relative(vocab_parallel_logprob(logits, targets), expected) <= 2e-5
+    assert relative(vocab_parallel.logprobs(logits, targets), expected) <= 2e-5
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -190,7 +190,7 @@ def test_vocab_parallel_logprob_refuses_a_second_backward_in_place(backend):
     over = logits * weight
     also = over.exp()  # keeps its own output; the logits are read by nobody else
     with use_backend(backend):
-        logprob = vocab_parallel_logprob(over, targets, inplace=True)
+        logprob = vocab_parallel.logprobs(over, targets, inplace=True)
         (logprob.sum() + also.mean()).backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             logprob.sum().backward()
@@ -200,7 +200,7 @@ def test_vocab_parallel_logprob_in_place_reports_others_that_saved_the_logits():
     logits, targets, _, _ = problem(torch.float32)
     over = logits.requires_grad_() * 1
     squares = (over * over).sum()
-    vocab_parallel_logprob(over, targets, inplace=True).sum().backward(retain_graph=True)
+    vocab_parallel.logprobs(over, targets, inplace=True).sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
 
@@ -211,7 +211,7 @@ def test_vocab_parallel_logprob_of_rows_without_a_finite_logit():
     targets = torch.tensor([1, 1, 1])
     for backend in ("native", "reference"):
         with use_backend(backend):
-            logprob, entropy = vocab_parallel_logprob(logits, targets, with_entropy=True)
+            logprob, entropy = vocab_parallel.logprobs(logits, targets, with_entropy=True)
             (grad,) = torch.autograd.grad(logprob[[0, 2]].sum() + entropy.sum(), logits)
         assert logprob[:2].tolist() == [-INF, -INF]
         assert entropy[:2].tolist() == [0, 0]
@@ -225,7 +225,7 @@ def test_vocab_parallel_logprob_compiles_without_a_graph_break(inplace):
     temperature = temperature.float()
 
     def function(logits):
-        logprob, entropy = vocab_parallel_logprob(
+        logprob, entropy = vocab_parallel.logprobs(
             logits * 1, targets, temperature=temperature, with_entropy=True, inplace=inplace
         )
         return (logprob + entropy).sum()
@@ -241,7 +241,7 @@ def test_vocab_parallel_logprob_on_a_gpu_gives_nan_for_a_bad_target():
     logits, targets, temperature, _ = problem(torch.float32)
     expected, _, _ = exact(torch.float32)
     targets[1] = VALID
-    logprob = vocab_parallel_logprob(
+    logprob = vocab_parallel.logprobs(
         logits.cuda(), targets.cuda(), temperature=temperature.cuda(), valid_vocab=VALID
     ).cpu()
     assert logprob[1].isnan()
@@ -253,7 +253,7 @@ def test_vocab_parallel_logprob_on_a_gpu_gives_nan_for_a_bad_target():
     [
         (dict(targets=torch.tensor([0, 6])), "targets[1] is 6, expected one in [0, 6)"),
         (dict(targets=torch.tensor([-1, 0])), "targets[0] is -1, expected one in [0, 6)"),
-        (dict(targets=torch.tensor([0])), "targets [1], expected [T, V_local], [T]"),
+        (dict(targets=torch.tensor([0])), "targets [1], expected [..., V_local], [...]"),
         (dict(valid_vocab=9), "valid_vocab is 9, expected one in [1, 8]"),
         (dict(temperature=0.0), "temperature is 0.0, expected a positive number"),
         (dict(temperature=torch.tensor([1.0, torch.nan])), "temperature[1] is nan"),
@@ -267,10 +267,49 @@ def test_vocab_parallel_logprob_on_a_gpu_gives_nan_for_a_bad_target():
 def test_vocab_parallel_logprob_refuses_wrong_arguments(change, message):
     args = dict(targets=torch.tensor([0, 1]), valid_vocab=6) | change
     with pytest.raises(ValueError) as error:
-        vocab_parallel_logprob(torch.zeros(2, 8), **args)
-    assert str(error.value).startswith("vocab_parallel_logprob: ") and message in str(error.value)
+        vocab_parallel.logprobs(torch.zeros(2, 8), **args)
+    assert str(error.value).startswith("vocab_parallel.logprobs: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logprobs_keeps_the_shape_of_targets(inplace):
+    draw = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 3, 7, generator=draw, dtype=torch.float64)
+    targets = torch.randint(7, (2, 3), generator=draw)
+    temperature = torch.rand(2, 3, generator=draw) + 0.5
+    keep = torch.rand(2, 3, 7, generator=draw) < 0.8
+    keep.scatter_(-1, targets[..., None], True)
+    results = []
+    for shape in ((2, 3), (6,)):
+        leaf = logits.clone().requires_grad_()
+        logprob, entropy = vocab_parallel.logprobs(
+            leaf.clone().view(*shape, 7),
+            targets.view(shape),
+            temperature=temperature.view(shape),
+            keep_mask=keep.view(*shape, 7),
+            with_entropy=True,
+            inplace=inplace,
+        )
+        assert logprob.shape == entropy.shape == shape
+        (logprob.sum() + 2 * entropy.sum()).backward()
+        assert leaf.grad is not None
+        results.append(torch.cat([logprob.flatten(), entropy.flatten(), leaf.grad.flatten()]))
+    assert torch.equal(*results)
 
 
 def test_vocab_parallel_logprob_in_place_needs_contiguous_logits():
     with pytest.raises(ValueError, match=r"strides \[1, 2\], expected contiguous"):
-        vocab_parallel_logprob(torch.zeros(8, 2).t(), torch.tensor([0, 1]), inplace=True)
+        vocab_parallel.logprobs(torch.zeros(8, 2).t(), torch.tensor([0, 1]), inplace=True)
+
+
+def test_entropy_is_that_of_logprobs():
+    logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(0)).double()
+    logits.requires_grad_()
+    entropy = vocab_parallel.entropy(logits, temperature=0.7, valid_vocab=33)
+    log_p = (logits[..., :33] / 0.7).log_softmax(-1)
+    exact = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(entropy, exact)
+    weights = torch.linspace(-1, 1, 15).double().view(3, 5)
+    (grad,) = torch.autograd.grad((entropy * weights).sum(), logits)
+    (right,) = torch.autograd.grad((exact * weights).sum(), logits)
+    torch.testing.assert_close(grad, right)

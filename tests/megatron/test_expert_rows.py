@@ -14,8 +14,8 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.expert_rows import RowDispatcher
 from pyrl_ext.ops import expert_rows, gather_rows, invert_rows, sum_rows
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.replay import routed_experts
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy, Scores
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks

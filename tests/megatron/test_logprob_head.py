@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from benchmarks.end_to_end import microbatch
+from pyrl_ext.loss.fused_head import chunking
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.model import units
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes
@@ -239,3 +241,9 @@ def test_Microbatch_has_the_loss_rows_of_a_plain_loop(folder):
             ]
             assert micro.loss_rows[depth].tolist() == want
     assert microbatch(batch, (), place).loss_rows[0].tolist() == []
+
+
+def test_chunks_of_the_plan_are_those_of_the_head():
+    assert units.CHUNK_BYTES == chunking.CHUNK_BYTES
+    assert tiny_plan().head_chunk_bytes == 2**30
+    assert tiny_plan("logprob.chunk_bytes=3000").head_chunk_bytes == 3000

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.configs import write_sizes

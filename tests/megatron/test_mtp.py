@@ -15,11 +15,12 @@ from benchmarks.end_to_end import microbatch
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.schedule import Scheduler, plan_microbatches
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes, towers

@@ -14,11 +14,11 @@ from benchmarks.end_to_end import microbatch
 from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.configs import write_sizes
 from tests.helpers.models import (

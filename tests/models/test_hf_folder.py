@@ -18,7 +18,7 @@ from pyrl_ext.models.hf_folder import (
     save_checkpoint_hf,
     written_config,
 )
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.tools import export
 from tests.helpers import passes
 from tests.helpers.configs import hf_of, write_sizes

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.checkpoints import content
 from tests.helpers.models import NEMOTRON, plan_of, write_model

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from pyrl_ext.models.peft_folder import CONFIG as CONFIG_FILE
 from pyrl_ext.models.peft_folder import TENSORS, read_adapter, save_adapter
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.tools import export
 from pyrl_ext.tools.exported import factors
 from pyrl_ext.trainer.policy import Policy

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.dynamic_cp import DISTRIBUTIONS, row_of
-from pyrl_ext.pack.native_search import search
-from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.schedule import Schedule
 from pyrl_ext.schedule import few_samples as few
 from pyrl_ext.schedule.alignment import alignment
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, CpInstance, ExchangeCost
 from pyrl_ext.schedule.cp_sizes import cp_group, cp_sizes
+from pyrl_ext.schedule.native_search import search
 from tests.helpers.dynamic_cp import COST, least_makespan, planned, problems
 
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import roles_of, shard_batch
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.schedule import Schedule, Scheduler
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import Image, Sample
+from pyrl_ext.schedule import Schedule
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import make_sample

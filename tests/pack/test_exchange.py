@@ -25,7 +25,6 @@ from pyrl_ext.pack.delivery import KINDS, TransferStats
 from pyrl_ext.pack.exchange import RowExchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.rank_rows import RankRole
-from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
 from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.parallel import heartbeat
 from pyrl_ext.parallel.collective_errors import gather_objects
@@ -35,6 +34,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
 from pyrl_ext.rollout.distribute import RolloutSamples
 from pyrl_ext.samples import Sample
+from pyrl_ext.schedule import Group, Schedule, plan_microbatches
 from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.step import Phase, Step
 from tests.helpers.deadline import DEADLINE

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pyrl_ext.pack.encoder_work import EncoderWork, PatchStream, ShardImages
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.rank_rows import Lengths, RankRole
-from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches, within_patches
+from pyrl_ext.pack.schedule import within_patches
+from pyrl_ext.schedule import Group, Schedule, plan_microbatches
 from pyrl_ext.schedule.cp_problem import CostModel
 from tests.helpers.dynamic_cp import planned
 from tests.helpers.probe import local_rows

@@ -57,7 +57,14 @@ def test_rows_and_global_order_equal_the_oracle(layout):
         parts = [layout.shard(layout.rows(rank), tp_rank) for tp_rank in range(layout.tp_size)]
         assert torch.equal(torch.cat(parts), layout.rows(rank))
         assert len({len(part) for part in parts}) == 1
+    for rank, held in enumerate(oracle.local):
+        real = [token in oracle.ragged for token in held]
+        positions = [p if ok else -1 for (_, p), ok in zip(held, real, strict=True)]
+        assert layout.positions(rank).tolist() == positions
+        following = [oracle.ragged.get((s, p + 1), -1) for s, p in held]
+        assert layout.following(rank).tolist() == following
     at = {token: row for row, token in enumerate(oracle.gathered)}
+    assert layout.gathered_rows.tolist() == [at[token] for token in oracle.ragged]
     assert layout.global_order().tolist() == [at[token] for token in oracle.packed]
 
 
@@ -105,6 +112,12 @@ def test_rows_begin_where_the_source_says(layout, data):
     for rank, held in enumerate(Oracle(layout).local):
         want = [starts[s] + p if p < layout.seqlens[s] and starts[s] >= 0 else -1 for s, p in held]
         assert moved.rows(rank).tolist() == want
+        positions = [p if row >= 0 else -1 for row, (_, p) in zip(want, held, strict=True)]
+        assert moved.positions(rank).tolist() == positions
+        lengths = [layout.seqlens[s] for s, _ in held]
+        ends = [p + 1 == n for p, n in zip(positions, lengths, strict=True)]
+        next_rows = [-1 if row < 0 or end else row + 1 for row, end in zip(want, ends, strict=True)]
+        assert moved.following(rank).tolist() == next_rows
 
 
 def test_rows_and_segments_of_a_zigzag_by_hand():

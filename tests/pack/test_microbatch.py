@@ -15,9 +15,9 @@ from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.rank_rows import RankRole
-from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import RankCoords
+from pyrl_ext.schedule import Group, Schedule
 from tests.helpers.late_upload import LateUpload
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows

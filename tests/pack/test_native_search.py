@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.native_search import search_native
 from pyrl_ext.schedule.cp_problem import CostModel, CpGroups
 from pyrl_ext.schedule.dynamic_cp import search
+from pyrl_ext.schedule.native_search import search_native
 from tests.helpers.dynamic_cp import COST, problems
 
 FREE = CostModel(1e-6, 1e-10)  # launches and communication cost nothing, as operations are counted

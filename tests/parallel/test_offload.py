@@ -14,13 +14,13 @@ import torch
 
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.metrics.sinks import read_rows
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import offload, topology
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.parallel.offload import LEAST, MOST, HostMemory, OffloadedStorage, piece_sizes
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.train.loop import train
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

@@ -36,8 +36,14 @@ SHIPPED = (
 )
 ON_GPUS = [path for path in sorted(SHIPPED) if compile_plan(path).device == "cuda"]
 
-# One minibatch: what the graph of another leaves behind is freed whenever Python collects it
-SHORT = ("batching.prompts=2", "batching.minibatches=1", "data.max_prompt_tokens=16")
+# One minibatch: what the graph of another leaves behind is freed whenever Python collects it. With
+# a limit on the mismatch its log-probs are scored before the update
+SHORT = (
+    "batching.prompts=2",
+    "batching.minibatches=1",
+    "data.max_prompt_tokens=16",
+    "rollout.max_mismatch=10",
+)
 
 
 # By hand ----------------------------------------------------------------------------------------
@@ -239,10 +245,15 @@ def test_seems_to_fit_notes_what_may_not_fit():
 
 
 def test_stage_memory_of_an_update_has_no_copy_of_the_moments():
-    """torch's fused AdamW needs no more memory: GLM-4.7-Flash trains on 8 H100s."""
-    plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.offload_trainer=all"])
+    """torch's fused AdamW needs no more memory: GLM-4.7-Flash trains on 8 H100s, with chunks of
+    logits of 1 GiB."""
+    given = ["hardware.gpu=H100", "rollout.offload_trainer=all"]
+    plan = compile_plan(GLM47, given)
     (stage,) = stage_memory(plan)
     assert not [item for item in stage.items if item.name == "optimizer scratch"]
+    assert fits(plan) is None
+    assert "logprob.chunk_bytes: 1073741824 (79." in (seems_to_fit(plan) or "")
+    plan = compile_plan(GLM47, [*given, "logprob.chunk_bytes=1GiB"])
     assert fits(plan) is seems_to_fit(plan) is None
 
 

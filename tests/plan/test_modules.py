@@ -19,9 +19,9 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.compute_time import Spent, encoder_seconds
 from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoders
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.rounds import update_rounds
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.forecast.suggest import suggest
-from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import gpu_of

@@ -13,13 +13,9 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.flops import model_flops, update_flops
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
+from pyrl_ext.plan.forecast.rounds import step_rounds, update_rounds
 from pyrl_ext.plan.forecast.step_time import step_time
-from pyrl_ext.plan.forecast.workload import (
-    quantiles,
-    step_rounds,
-    step_samples,
-    update_rounds,
-)
+from pyrl_ext.plan.forecast.workload import quantiles, step_samples
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.plan.model.hardware import GPUS, exchange_rate, group_rate, parse_gpus
@@ -30,6 +26,8 @@ from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.plan_pages import glm47, time_of
 
 pytestmark = pytest.mark.multiprocess
+
+SCORED = "rollout.max_mismatch=1"  # every batch is scored before its update
 
 
 def amounts(plan: Plan, phase: str) -> dict[str, float]:
@@ -226,6 +224,53 @@ def test_step_time_has_the_pass_of_a_teacher():
     assert taught == pytest.approx(scored)  # a model of the same sizes
 
 
+def test_step_time_counts_the_all_reduces_of_an_engine():
+    """Two a layer and token, of attention and of the feed-forward part."""
+    found = amounts(glm47("rollout.tp=2"), "rollout")
+    assert found["all-reduces"] == 2 * found["layers"] > 0
+    alone = amounts(glm47(), "rollout")
+    assert alone["layers"] > 0 and "all-reduces" not in alone
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "batching.minibatches=2",
+        "batching.epochs=2",
+        SCORED,
+        "rollout.record=rollouts",
+        "objective.tis=sequence",
+        "objective.veto=1e-4",
+        "objective.sequence_bounds=[0.99, 1.01]",
+        "objective=opd",
+        "replay=trainer",
+        "replay.old=false",
+        "replay.train=false",
+        "logprob.loss_in_chunk=true",
+        "objective.kl_in=reward",
+    ],
+)
+def test_step_time_leaves_out_log_probs_that_the_update_gives(override: str):
+    """A step of one update, unless something reads its old log-probs before."""
+    teacher = "teacher.model=zai-org/GLM-4.7-Flash"
+    both = ["objective.kl_coef=0.1", "objective.kl=k1"]
+    inside = glm47(*both, "batching.minibatches=1")
+    assert inside.scores_in_update
+    found = time_of(inside)
+    assert not found.seconds("old_logprobs") and found.seconds("ref_logprobs") > 0
+    assert any("the update's forward pass" in sentence for sentence in found.assumed)
+    more = [override]
+    if override == "objective=opd":
+        more.append(teacher)
+    if override != "batching.minibatches=2":
+        more.append("batching.minibatches=1")
+    before = glm47(*both, *more)
+    assert not before.scores_in_update
+    found = time_of(before)
+    assert found.seconds("old_logprobs") > 0
+    assert not any("the update's forward pass" in sentence for sentence in found.assumed)
+
+
 def test_step_time_adds_up_and_says_what_it_assumes():
     found = time_of(glm47())
     assert tuple(dict.fromkeys(c.phase for c in found.costs)) == tuple(
@@ -267,8 +312,10 @@ def test_step_time_counts_the_operations_of_the_head(override: str, times: int):
     each = plan.sizes.vocab_size * plan.sizes.hidden_size
     # a rank's share, more by the unevenness of rounds
     assert amounts(plan, "update")["head"] == pytest.approx(times * scored * each / 8, rel=0.1)
+    assert amounts(plan, "old_logprobs")["head"] == pytest.approx(2 * scored * each / 8, rel=0.1)
     rows = sum(sample.rows for sample in step_samples(plan))
-    assert amounts(plan, "old_logprobs")["head"] == pytest.approx(2 * rows * each / 8, rel=0.01)
+    recorded = amounts(glm47(override, "rollout.record=rollouts"), "old_logprobs")
+    assert recorded["head"] == pytest.approx(2 * rows * each / 8, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +325,7 @@ def test_step_time_counts_the_operations_of_the_head(override: str, times: int):
 def test_step_time_adds_a_forward_pass_for_recompute(
     recompute: str, projections: int, experts: int, attention: int
 ):
-    plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1")
+    plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1", SCORED)
     once = amounts(plan, "old_logprobs")
     found = amounts(plan, "update")
     for name, times in (
@@ -299,6 +346,7 @@ def test_step_time_counts_the_bytes_between_ranks():
         "parallel.etp=1",
         "batching.minibatches=1",
         "batching.tokens_per_microbatch=1000000",
+        SCORED,
     )
     (turn,) = step_rounds(plan)
     rows = max(each.rows for each in turn.bins)

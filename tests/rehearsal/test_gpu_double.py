@@ -19,12 +19,12 @@ from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.optimizer import state_bytes, state_tensors
 from pyrl_ext.ops import gather_rows
 from pyrl_ext.ops.tensors import to_device
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.offload import storage_bytes
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.phases import Offloadable
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.module import TrainedModule
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import gpu_double, passes
@@ -142,8 +142,8 @@ def test_waits_are_counted_by_line():
 # the policy ---------------------------------------------------------------------------------------
 
 PER_PASS = {  # one for a pass or an update each; none for a microbatch
-    "pyrl_ext/replay/router_hook.py ReplayRouters.agreement aten.copy_.default": 1,
-    "pyrl_ext/trainer/policy.py Policy.scores aten.copy_.default": 1,
+    "pyrl_ext/replay/router_hook.py Replay.agreement aten.copy_.default": 1,
+    "pyrl_ext/trainer/policy.py Policy._scores aten.copy_.default": 1,
     "pyrl_ext/trainer/policy.py Policy._sums aten.copy_.default": 1,
     "pyrl_ext/megatron/optimizer.py step_all aten._local_scalar_dense.default": 1,
 }

@@ -10,11 +10,11 @@ import torch
 from benchmarks.end_to_end import microbatch, shard_at
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import RankCoords
 from pyrl_ext.parallel.upload import Upload
-from pyrl_ext.replay.routed_experts import RoutedExperts
+from pyrl_ext.replay import Replay, RoutedExperts
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import (
@@ -107,28 +107,59 @@ def test_use_routes_as_megatron_does(config, fields):
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan = tiny_plan(config=config)
-    batch = random_batch(6, unrouted=0.0)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with passes.built(plan) as policy:
-        prefetch = passes.prefetch(policy, batch, schedule_of([range(6)]), replayed=True)
-        _, ready = next(prefetch.microbatches(0))
-        assert ready.routes is not None and ready.routes.use is None
+        given = []
+        for unrouted in (0.0, 0.3):
+            batch = random_batch(6, unrouted=unrouted)
+            prefetch = passes.prefetch(policy, batch, schedule_of([range(6)]), replayed=True)
+            _, ready = next(prefetch.microbatches(0))
+            given.append(ready.routes)
+        every, some = given
+        assert every is not None and every.use is None
+        assert some is not None and some.use is not None
+        replay = policy.llm.replay
         routers = [m for m in policy.llm.chunks[0].modules() if isinstance(m, TopKRouter)]
-        for router, routes in product(routers, (ready.routes, None)):
-            policy.llm.replay.use(0, routes)
+        hooks = dict(zip(routers, replay.hooks[0], strict=True))
+        for router, routes, counting in product(routers, (every, some, None), (False, True)):
+            hook = hooks[router]
             if router.expert_bias is not None:
                 router.expert_bias.normal_()
-            logits = torch.randn(len(ready.micro.rows), 1, plan.sizes.num_experts)
+            rows = len(ready.micro.rows if routes is None else routes.of_layers(LAYERS)[0].ids)
+            logits = torch.randn(rows, 1, plan.sizes.num_experts)
             found = []
             for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
+                hook.counts.zero_()
+                hook.counting = counting
+                replay.use(0, routes)
+                hook.take(rows, router.topk)  # megatron's function alone takes none
                 leaf = logits.clone().requires_grad_()
                 probs, routing_map = routing(leaf)
                 (grad,) = torch.autograd.grad(probs.square().sum(), leaf)
-                found.append((probs, routing_map, grad))
-            (ours, our_map, our_grad), (theirs, their_map, their_grad) = found
+                found.append((probs, routing_map, hook.counts.tolist(), grad))
+            (ours, our_map, our_counts, our_grad), (theirs, their_map, their_counts, their_grad) = (
+                found
+            )
             assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
+            assert our_counts == their_counts and any(our_counts) == (
+                counting and routes is not None
+            )
             torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
-        policy.llm.replay.use(0, None)
+            hook.counting = False
+        replay.use(0, None)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_session_counts_a_recomputed_row_once(recompute):
+    plan = tiny_plan(f"model.recompute={recompute}", "batching.minibatches=1")
+    assert plan.scores_in_update
+    batch = random_batch(8, unrouted=0.0)
+    with passes.built(plan) as policy:
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
+        passes.update(policy, batch, schedule, build_loss(plan.objective))
+        assert policy.scored is not None
+        agreement = policy.scored.agreement
+    assert {found.rows for found in agreement.values()} == {len(batch.tokens)}
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -256,11 +287,29 @@ def test_prepare_refuses_missing_layers():
             )
 
 
+def test_use_takes_a_chunk_by_number_or_itself():
+    with passes.built(tiny_plan()) as policy:
+        (chunk,) = policy.llm.chunks
+        found = Replay(policy.llm.chunks)
+        assert found.device == policy.topo.device
+        (hook, *_) = found.hooks[0]
+        routes = torch.arange(EXPERTS).repeat(4, len(LAYERS), 1)[..., :TOPK]
+        taken = RoutedExperts.from_ragged(
+            routes, [4], num_experts=EXPERTS, layer_ids=LAYERS, layers=found.layers
+        )
+        for number in (0, chunk):
+            found.use(number, taken)
+            assert hook.current is not None
+            found.use(number, None)
+            assert hook.current is None
+        with pytest.raises(ValueError, match="chunk is a Linear, expected one of the 1 model"):
+            found.use(torch.nn.Linear(1, 1), taken)
+
+
 def test_replay_refuses_a_fused_router():
-    from pyrl_ext.replay.router_hook import ReplayRouters
 
     plan = tiny_plan()
     with passes.built(plan) as policy:
         policy.llm.config.moe_router_fusion = True
         with pytest.raises(RuntimeError, match="return before the replay hook"):
-            ReplayRouters(policy.llm.chunks, policy.topo.device)
+            Replay(policy.llm.chunks, policy.topo.device)

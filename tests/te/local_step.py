@@ -3,7 +3,7 @@
 import hashlib
 
 from pyrl_ext.megatron.optimizer import name_of
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyrl_ext.megatron.optimizer import name_of
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks

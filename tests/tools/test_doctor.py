@@ -102,7 +102,8 @@ def test_doctor_says_why_a_package_does_not_import(tmp_path: Path, package: str,
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert run.returncode == 1, run.stderr
     problems = json.loads(run.stdout)["problems"]
-    assert f"{feature}: ImportError: libcudart.so.13: no such file. pip install ." in problems
+    install = "pip install '.[train]'"
+    assert f"{feature}: ImportError: libcudart.so.13: no such file. {install}" in problems
 
 
 def test_features_say_what_transformer_engine_and_vllm_lack(here: Facts):
@@ -258,6 +259,7 @@ def test_checks_want_keys_for_what_needs_them(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("generate", "control"):
+        (tmp_path / name).touch(mode=0o600)
         (tmp_path / name).write_text("short")
     keys = (f"rollout.keys={tmp_path}", "rollout.servers=[http://127.0.0.1:9]", "log.wandb=project")
     found = problems(tiny_plan(*keys), here)

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyrl_ext.cli import main
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.language.hf_hub import config_of
 from pyrl_ext.plan.language.yaml_tree import read
-from pyrl_ext.plan.model.units import MIB
+from pyrl_ext.plan.model.units import MIB, duration
 from pyrl_ext.plan.shipped import shipped_models
 from pyrl_ext.tools.init import gpus_named
 from pyrl_ext.tools.recipe import Data, Gpus, recipe
@@ -139,6 +140,9 @@ def test_init_of_a_published_size_fits(
     plan = compile_plan("run.yaml")
     assert f"{plan.world_size}x{plan.hardware.gpu}" == gpus
     assert not any("run out of memory" in note for note in plan.notes)
+    time = step_time(plan)
+    assert time is not None  # the head is about what is written below
+    assert f"# {duration(time.total)} a step" in Path("run.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ HOST_NUMBERS = {
     "Delivery.read_on_host",
     "TransferStats.metrics",
     "Policy._sums",
-    "ReplayRouters.agreement",
+    "Replay.agreement",
     "gather_objects",
     "write_digests",
     "_problems",
@@ -145,7 +145,7 @@ def test_a_step_of_four_ranks_uses_each_group_of_the_list(four_ranks: list[Any],
 def test_a_step_sends_numbers_of_the_host_alone_to_the_whole_world(ranks: list[Any], name: str):
     for rank in ranks:
         world = rank[name].world
-        assert {"_meet", "ReplayRouters.agreement"} < world <= HOST_NUMBERS | {"_p2p_ops"}
+        assert {"_meet", "Replay.agreement"} < world <= HOST_NUMBERS | {"_p2p_ops"}
     # of a pair one rank sends in the group of the pipeline, and the other in that of all ranks
     sends = [rank[name].pairs and "_p2p_ops" in rank[name].world for rank in ranks]
     assert any(sends) == ranks[0][name].pairs

@@ -37,7 +37,8 @@ STOPPED = signal.SIGSTOP
 def on_rank(
     rank: int, world_size: int, port: int, folder: Path, ranks: Any, lost: int, by: int
 ) -> None:
-    """Two passes of an update; in the second ``lost`` gets a signal in its second microbatch."""
+    """Two passes of an update; in the second ``lost`` gets a signal in its second microbatch, or
+    with shared ranks in the first that has images."""
     os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
     os.environ["WORLD_SIZE"] = str(world_size)
     heartbeat.INTERVAL = 0.5
@@ -64,18 +65,18 @@ def on_rank(
                 dist.barrier()
                 if rank == lost:
                     *_, module = policy.modules.values()
-                    ends_in_its_second_forward(unwrap(module.chunks[0]), folder, by)
+                    ends_in_forward(1 if ranks == SHARED else 2, unwrap(module.chunks[0]), by)
                 policy.accumulate(shard, loss)
                 dist.barrier()
 
 
-def ends_in_its_second_forward(model: Any, folder: Path, by: int) -> None:
+def ends_in_forward(number: int, model: Any, by: int) -> None:
     forward = model.forward
     calls = []
 
     def lost(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
-        if len(calls) == 2:
+        if len(calls) == number:
             os.kill(os.getpid(), by)
             threading.Event().wait()  # if it goes on after a stop, it hangs
         return forward(*args, **kwargs)

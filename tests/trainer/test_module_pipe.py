@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pyrl_ext.pack.encoder_work import EncoderWork, Route
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.rank_rows import Lengths, RankRole, layout_of
-from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.parallel.groups import connect
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
+from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.module_pipe import Edge, build_edges, give
 from tests.helpers.nccl_rules import communicators

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
 from pyrl_ext.plan.model.freeze import is_named
 from pyrl_ext.replay import router_hook
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes

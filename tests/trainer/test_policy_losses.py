@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.end_to_end import loss_tokens
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.schedule import plan_microbatches
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 from tests.parity import batches, compiled

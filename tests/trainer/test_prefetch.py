@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.end_to_end import positions_of
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer import prefetch
 from tests.helpers import passes
 from tests.helpers.configs import hf_of, write_sizes

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.end_to_end import index_of
 from pyrl_ext.pack.exchange import shard_batch
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.staleness import ages_of, by_age
 from tests.helpers.tiny import random_batch, tiny_plan

@@ -10,6 +10,7 @@ from collections import defaultdict
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,6 +190,67 @@ def skips() -> list[Skipped]:
     return found
 
 
+class OneUpdate(NamedTuple):
+    """Three steps of one update each, the last one without loss tokens.
+
+    Args:
+        passes: log-prob passes of the policy in each step.
+        metrics: of each step.
+        ratios: log-ratios of loss tokens in all.
+        weights: a checksum of the weights after them.
+    """
+
+    passes: list[int]
+    metrics: list[dict[str, float]]
+    ratios: torch.Tensor
+    weights: float
+
+
+def one_update(*overrides: str) -> OneUpdate:
+    small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
+    plan = tiny_plan(*QUICK, *small, "batching.minibatches=1", "optimizer.lr=3e-2", *overrides)
+    clock = Clock()
+    with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+        loss = step.loss
+        scores = step.policy.scores
+        seen = list[torch.Tensor]()
+        passes = list[int]()
+        metrics = list[dict[str, float]]()
+
+        def watched(logprobs, entropy, fields):
+            seen.append((logprobs.detach() - fields.old_logprobs)[fields.loss_mask])
+            return loss(logprobs, entropy, fields)
+
+        def counted(*args):
+            passes[-1] += 1
+            return scores(*args)
+
+        step.loss = watched
+        step.policy.scores = counted
+        for number in range(3):
+            step.sync_weights(number, clock)
+            rollout = step.take(number, clock)
+            if number == 2:
+                rollout = without_loss_tokens(rollout, plan.batching.prompts)
+            passes.append(0)
+            shard = step.batch_of(rollout, clock)
+            shard, old = step.score(shard, rollout.index, clock, check=number == 0)
+            row = step.update(shard, clock)
+            metrics.append(row | step.metrics(rollout.index, shard, old))
+        weights = sum(float(x.double().abs().sum()) for _, x in step.policy.weights())
+        return OneUpdate(passes, metrics, torch.cat([torch.empty(0), *seen]), weights)
+
+
+def one_updates() -> dict[str, tuple[OneUpdate, OneUpdate]]:
+    """Layout -> with old log-probs from the update, and from a pass before it."""
+    kinds = dict[str, tuple[str, ...]](ROUTED)
+    kinds["dp2 ep2"] += ("model.recompute=full",)
+    kinds["cp2"] += ("objective.ratio=sequence",)
+    kinds["pp2 vpp2"] += ("objective.tis_cap=0.5", "objective.mask_ratio=[0.9999999, 2]")
+    before = "rollout.max_mismatch=0.01"
+    return {name: (one_update(*each), one_update(*each, before)) for name, each in kinds.items()}
+
+
 class Epochs(NamedTuple):
     """A step of two epochs, and the same updates one by one on its rows.
 
@@ -243,7 +305,8 @@ def two_epochs() -> Epochs:
         gaps = list[float]()
         for number in (1, 2):
             columns = scored(step, clock, number)[1].columns
-            gaps.append(float((columns["old_logprobs"] - columns["ref_logprobs"]).abs().max()))
+            gap = columns["old_logprobs"] - columns["ref_logprobs"]
+            gaps.append(float(gap[columns["loss_mask_0"]].abs().max()))
         shared = {group.cp_size for group in groups} == {1, 2}
         return Epochs(seen, metrics, losses, apart, shared, gaps)
 
@@ -255,12 +318,13 @@ def on_rank(
     float,
     list[list[torch.Tensor]],
     list[Skipped],
+    dict[str, tuple[OneUpdate, OneUpdate]],
     Epochs,
     dict[str, list[list[int]]],
 ]:
     """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
-    with each kind of head and of replay; steps with minibatches without loss tokens; a step of two
-    epochs; what `moved_routes` found by layout."""
+    with each kind of head and of replay; steps with minibatches without loss tokens; steps of one
+    update by layout; a step of two epochs; what `moved_routes` found by layout."""
     plan = tiny_plan(*SMALL, *LAYOUT, config=CONFIG)
     clock = Clock()
     with topology.start(plan) as topo:
@@ -284,7 +348,7 @@ def on_rank(
     heads.append(ratios(*small))
     moved = {name: moved_routes("replay=trainer", *layout) for name, layout in ROUTED.items()}
     moved["off"] = moved_routes("replay=off", *ROUTED["dp2 ep2"])
-    return told, alone, heads, skips(), two_epochs(), moved
+    return told, alone, heads, skips(), one_updates(), two_epochs(), moved
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +376,7 @@ def test_update_replays_the_routes_of_the_pass_for_old_log_probs(ranks):
 
 
 def test_update_skips_minibatches_without_loss_tokens(ranks):
-    for whole, half, none in (skipped for *_, skipped, _, _ in ranks):
+    for whole, half, none in (skipped for *_, skipped, _, _, _ in ranks):
         assert [each.updates for each in (whole, half, none)] == [2, 1, 0]
         assert [each.moved for each in (whole, half, none)] == [True, True, False]
         assert [each.metrics["policy/skipped_updates"] for each in (whole, half, none)] == [0, 1, 2]
@@ -320,6 +384,26 @@ def test_update_skips_minibatches_without_loss_tokens(ranks):
             assert all(map(math.isfinite, each.metrics.values()))
         assert half.metrics["loss"] != 0 and half.metrics["grad_norm"] > 0
         assert not {"loss", "grad_norm", "mismatch/k3"} & none.metrics.keys()
+
+
+def test_update_scores_the_rows_where_a_step_has_one(ranks):
+    """No pass but the first step's check, and the numbers of a step with one, in every layout."""
+    by_layout: dict[str, tuple[OneUpdate, OneUpdate]] = {}
+    for *_, by_layout, _, _ in ranks:
+        for name, (inside, before) in by_layout.items():
+            assert inside.passes == [1, 0, 0] and before.passes == [1, 1, 1], name
+            assert not inside.ratios.any() and not before.ratios.any(), name
+            assert inside.weights == pytest.approx(before.weights, rel=1e-6), name
+            assert not {"mismatch/k3", "route/agree_topk"} & inside.metrics[2].keys(), name
+            for one, other in zip(inside.metrics[:2], before.metrics[:2], strict=True):
+                left_out = {key for key in one if key.startswith("time/")}
+                assert one.keys() == other.keys(), name
+                assert {"mismatch/k3", "route/agree_topk", "policy/entropy"} <= one.keys()
+                for key in one.keys() - left_out:
+                    assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-9), (name, key)
+    assert sum(len(inside.ratios) for inside, _ in by_layout.values()) > 100
+    corrected = by_layout["pp2 vpp2"][0].metrics[0]
+    assert 0 < corrected["policy/rejected/token"] < 1 and corrected["policy/tis_mean"] == 0.5
 
 
 def test_update_passes_over_the_minibatches_once_an_epoch(ranks):
@@ -395,6 +479,21 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
         assert empty < asleep < weights / 10 and trainer > 2 * weights
         step.sync_weights(0, Clock())  # the engine has its memory again
         assert live_bytes() > trainer + 2 * weights
+
+
+def test_score_leaves_out_prompts_unless_something_reads_them(tmp_path: Path):
+    """The numbers of loss tokens are the same to the last bit."""
+    found = list[dict[str, torch.Tensor]]()
+    for more in ((), (f"rollout.record={tmp_path}",)):
+        plan = tiny_plan(*QUICK, "objective.kl_coef=0.1", *more)
+        with topology.start(plan) as topo, closing(RolloutStep.build(plan, topo)) as step:
+            found.append(dict(scored(step, Clock())[1].columns))
+    few, every = found
+    mask = few["loss_mask_0"]
+    assert mask.any() and not mask.all()
+    for name in ("old_logprobs", "ref_logprobs"):
+        assert few[name][~mask].isnan().all() and every[name].isfinite().all()
+        assert torch.equal(few[name][mask], every[name][mask])
 
 
 def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(

@@ -16,13 +16,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks.publish import one_by_one
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.ops.tensors import dtype_of
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import heartbeat, topology
 from pyrl_ext.parallel.buckets import ALIGNMENT
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.model.counts import mtp_parameters, parameters
 from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets

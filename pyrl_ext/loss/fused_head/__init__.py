@@ -27,8 +27,6 @@ from pyrl_ext.loss.sampling_mask import KeptSets
 
 LossOfChunk = Callable[..., Tensor]
 
-CHUNK_BYTES = 1 << 30
-
 
 def linear_logprob(
     hidden: Tensor,
@@ -39,13 +37,13 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
     rows: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     cache_bytes: int = 0,
     sequence_parallel: bool = False,
     main_grad: bool = False,
     kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``vocab_parallel_logprob(hidden @ weight.T, ...)`` with its entropy, chunk by chunk.
+    """``vocab_parallel.logprobs(hidden @ weight.T, ...)`` with its entropy, chunk by chunk.
 
     Logits are used in float32, as bfloat16 and float16 products add them up. Their gradients are
     rounded to the dtype of ``weight`` for the backward's products. A second backward is right.
@@ -55,10 +53,11 @@ def linear_logprob(
             [T / ranks, H], tokens ``[r * T / ranks, (r + 1) * T / ranks)`` on rank r.
         weight:  [V_local, H] dtype of ``hidden``; rank r of ``group`` holds columns
             ``[r * V_local, (r + 1) * V_local)`` of the vocabulary.
-        targets, group, temperature, valid_vocab: as in `vocab_parallel_logprob`.
+        targets, group, temperature, valid_vocab: as in `vocab_parallel.logprobs`.
         rows:    [N] int64 on the host, the tokens to compute; None: all. The others are NaN with
             gradient 0. Skipping tokens with zero gradient would need a device sync.
-        chunk_bytes: of a chunk's logits and their gradients; a CPU takes 512 tokens at most.
+        chunk_bytes: of a chunk's logits and their gradients; None: 4 GiB on a GPU, 1 GiB on a CPU,
+            which takes 512 tokens at most.
         cache_bytes: of logits cached in bfloat16 for the backward, which recomputes the rest.
             Their relative error is 2^-9 in the distance to the row maximum.
         sequence_parallel: ``hidden`` is a shard of the tokens; it is gathered chunk by chunk.
@@ -73,7 +72,7 @@ def linear_logprob(
     in the backward; with ``sequence_parallel`` a reduce-scatter, and all-gathers of ``hidden``.
 
     Raises:
-        ValueError: as `vocab_parallel_logprob`; or ``rows`` or ``main_grad`` do not fit.
+        ValueError: as `vocab_parallel.logprobs`; or ``rows`` or ``main_grad`` do not fit.
     """
     call = plan_call(
         "linear_logprob",
@@ -104,7 +103,7 @@ def linear_logprob_loss(
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
     rows: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     sequence_parallel: bool = False,
     main_grad: bool = False,
     kept: KeptSets | None = None,

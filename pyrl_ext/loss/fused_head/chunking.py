@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
 from pyrl_ext.loss.sampling_mask import KeepMasks, KeptSets
-from pyrl_ext.ops.tensors import accum_dtype, to_device
+from pyrl_ext.ops.tensors import accum_dtype, on_gpu, to_device
 
 GPU_TOKENS = 256  # of two tiles of a product: a chunk that holds no whole tile wastes a part of it
 COMPARED = 5  # further numbers for each logit with a teacher: its logits, terms of the divergence
+CHUNK_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}  # of a chunk, if the caller gives no number
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 
 
@@ -82,7 +83,7 @@ def plan_call(
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
     rows: Tensor | None = None,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     cache_bytes: int = 0,
     sequence_parallel: bool = False,
     main_grad: bool = False,
@@ -109,6 +110,8 @@ def plan_call(
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     bytes_per_logit += kept is not None  # of the mask
     bytes_per_logit += COMPARED * sums.itemsize * compared
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES["cuda" if on_gpu(hidden.device) else "cpu"]
     max_tokens = chunk_tokens(chunk_bytes // (bytes_per_logit * weight.shape[0]), hidden.device)
     computed = _computed(where, rows, len(targets)).view(shards, hidden.shape[0])
     chunks, on_host = _chunks(computed, max_tokens, hidden.device)

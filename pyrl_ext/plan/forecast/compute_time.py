@@ -17,7 +17,7 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     trained_parameters,
 )
-from pyrl_ext.plan.forecast.workload import Bin, Round
+from pyrl_ext.plan.forecast.rounds import Bin, Round
 from pyrl_ext.plan.model.attention import head_widths, kv_heads
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
@@ -64,7 +64,7 @@ class Spent(NamedTuple):
     amount: float
     """Amount on one rank."""
     unit: str
-    """FLOP, byte, layer (for one token), or % of the passes that stages wait."""
+    """FLOP, byte, layer (for one token), call, or % of the passes that stages wait."""
     seconds: float
     why: str
     """The rate, and why it is assumed."""
@@ -197,11 +197,14 @@ def _products(of: _Pass) -> Iterator[ChunkWork]:
 def _head(of: _Pass, each: float) -> ChunkWork:
     """The output projection: 6 T V H operations of an update if logits are kept or the loss is
     computed in the chunk, 8 if they are recomputed; 2 fewer without a gradient of the weight. A
-    fused head scores only tokens with a loss, unless the loss function is the user's."""
+    fused head scores only tokens with a loss, unless the loss function is the user's or all are
+    recorded."""
     plan = of.plan
     frozen = plan.lora is not None
     how = plan.logprob
-    every = how.head == "logits" or of.work == "score" or ":" in plan.objective.loss
+    every = how.head == "logits" or ":" in plan.objective.loss
+    if of.work == "score":
+        every = every or plan.scores_every_row
     logits = (
         2 * plan.vocab_columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
     )

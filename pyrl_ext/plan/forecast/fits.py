@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.model.hardware import memory_limit
-from pyrl_ext.plan.model.units import size
+from pyrl_ext.plan.model.units import GIB, size
 from pyrl_ext.plan.plan import Plan
 
 
@@ -61,6 +61,8 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
         changes.append(("optimizer", "distributed", True))
     if rows >= plan.max_rows:
         changes.append(("batching", "tokens_per_microbatch", rows))
+    if plan.head_chunk_bytes > GIB:
+        changes.append(("logprob", "chunk_bytes", GIB))
     if rollout.engine == "vllm" and rollout.gpus is None:
         lower = max(0.1, round(rollout.gpu_memory_utilization - 0.2, 1))
         changes += [("rollout", "sleep", True), ("rollout", "offload_trainer", "all")]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.parameters import adapters
-from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.forecast.workload import scored_share, step_samples
 from pyrl_ext.plan.model.attention import head_widths
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.counts import Sums, layer_parameters, whole_projections
@@ -52,6 +52,13 @@ def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
 def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
     """Operations of the whole model with `mtp` MTP layers, for one row, pair or scored row."""
     return chunk_flops(sizes, _whole(sizes, mtp))
+
+
+def sample_rates(plan: Plan) -> tuple[float, float]:
+    """Operations of a sample of n rows in a forward pass: (those for n, those for n^2)."""
+    each = model_flops(plan.sizes, plan.num_mtp_layers)
+    row = each.projections + each.experts + each.scan + each.head * scored_share(plan)
+    return row + each.attention / 2, each.attention / 2
 
 
 def _whole(sizes: ModelSizes, mtp: int) -> ModelChunk:

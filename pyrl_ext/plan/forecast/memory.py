@@ -203,9 +203,8 @@ def logits_bytes(plan: Plan, rows: int) -> int:
     if plan.objective.compares_distributions:  # the teacher's logits, log-probs, terms of the sum
         width += 4 * 5
     gradient = 4 * columns * plan.sizes.hidden_size if plan.loss_in_chunk else 0
-    return (
-        min(how.chunk_bytes, logits * width) + min(how.cache_bytes, depths * logits * 2) + gradient
-    )
+    chunk = min(plan.head_chunk_bytes, logits * width)
+    return chunk + min(how.cache_bytes, depths * logits * 2) + gradient
 
 
 def _hidden_states(plan: Plan, teacher: Plan, load: Load) -> Item:

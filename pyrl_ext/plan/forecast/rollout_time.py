@@ -21,6 +21,8 @@ from pyrl_ext.plan.plan import Plan
 # launched one by one.
 GRAPH_SECONDS = 60e-6
 EAGER_SECONDS = 400e-6
+# Assumed: of an all-reduce of a few rows within a node, however few bytes.
+ALL_REDUCE_SECONDS = 15e-6
 
 
 @lru_cache(maxsize=64)
@@ -89,6 +91,9 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         sent = 2 * blocks * rows * width * (tp - 1) / tp
         peak = group_rate(gpu, plan.hardware.gpus_per_node, tp, 1)
         yield Spent.at("tensor parallel", sent, "ring", peak)
+        calls = blocks * launched / plan.sizes.num_hidden_layers
+        why = f"{ALL_REDUCE_SECONDS * 1e6:g} us each, however few bytes"
+        yield Spent("all-reduces", calls, "call", calls * ALL_REDUCE_SECONDS, why)
 
 
 def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[SampleLength], list[int]]:

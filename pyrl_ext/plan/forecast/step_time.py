@@ -25,7 +25,8 @@ from pyrl_ext.plan.forecast.parameters import (
     trained_of_stage,
 )
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
-from pyrl_ext.plan.forecast.workload import Round, step_rounds, step_samples, update_rounds
+from pyrl_ext.plan.forecast.rounds import Round, step_rounds, update_rounds
+from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, TCP, Gpu, gpu_of, group_rate
 from pyrl_ext.plan.phases import OFFLOADED
@@ -82,7 +83,7 @@ def step_time(plan: Plan) -> StepTime | None:
     costs = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
-        *_phase("old_logprobs", scored),
+        *_phase("old_logprobs", () if plan.scores_in_update else scored),
         *_phase("ref_logprobs", scored if plan.objective.kl_coef else ()),
         *_phase("teacher_logprobs", _teachers(plan, gpu)),
         *_phase("update", added(epoch * plan.batching.epochs)),
@@ -110,6 +111,8 @@ def _assumed(plan: Plan) -> Iterator[str]:
         f"the longest with {max(s.rows for s in samples):,} rows"
     )
     yield "routed experts are evenly used; every microbatch is as slow as its slowest rank"
+    if plan.scores_in_update:
+        yield "old log-probs are those of the update's forward pass, which is the only one"
     for encoder in encoders(plan):
         yield (
             f"{encoder.name}: {plan.estimate.images:g} images of {plan.estimate.image_patches:,} "

@@ -19,6 +19,7 @@ from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS, even_layout
 from pyrl_ext.plan.model.hardware import memory_limit
+from pyrl_ext.plan.model.units import GIB
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
@@ -39,6 +40,8 @@ class Suggestion(NamedTuple):
     peak: int
     """Most bytes that the fullest rank holds."""
     time: StepTime
+    values: Values
+    """All values that the search chose."""
 
 
 @dataclass
@@ -83,7 +86,9 @@ def suggest(
         else:
             given.save_memory(layout, search)
     refuse(source, (each for each, times in everywhere.items() if times == search.layouts))
-    search.found = sorted(search.found, key=lambda each: each.time.total)[:most]
+    fastest = sorted(search.found, key=lambda each: each.time.total)[:most]
+    found = [given.with_fastest_engine(each, search.limit) for each in fastest]
+    search.found = sorted(found, key=lambda each: each.time.total)
     for suggestion in search.found:
         compile_plan(path, [*overrides, *suggestion.overrides])  # check it as it will be pasted
     return search
@@ -177,23 +182,54 @@ class _Given:
         rollout = self.draft.rollout
         shares = rollout.engine == "vllm" and not self.draft.remote_engines and not rollout.gpus
         offloads = [rollout.offload_trainer, "all"] if shares else [rollout.offload_trainer]
-        for offload, recompute in product(
+        chunks = [self.draft.logprob.chunk_bytes]
+        if self.draft.head_chunk_bytes > GIB:
+            chunks.append(GIB)
+        for offload, recompute, chunk in product(
             self.choices("rollout.offload_trainer", offloads),
             self.choices("model.recompute", ["none", "selective", "full"]),
+            self.choices("logprob.chunk_bytes", chunks),
         ):
-            saving: Values = {"rollout.offload_trainer": offload, "model.recompute": recompute}
+            saving: Values = {
+                "rollout.offload_trainer": offload,
+                "model.recompute": recompute,
+                "logprob.chunk_bytes": chunk,
+            }
             values = self.machine | layout | saving
-            plan = self.plan(values)
-            peak = max(stage.peak for stage in stage_memory(plan))
-            if peak <= (1 - LEFT_FREE) * search.limit and not _broken(plan):
-                time = step_time(plan)
-                assert time is not None, "candidates name a GPU"
-                texts = tuple(
-                    f"{key}={value if isinstance(value, str) else show(value)}"
-                    for key, value in values.items()
-                    if key not in self.pinned and value != self.value(key)
-                )
-                search.found.append(Suggestion(texts, plan, peak, time))
+            peak, suggestion = self.priced(values, search.limit)
+            if suggestion is not None:
+                search.found.append(suggestion)
                 return
             search.smallest = min(peak, search.smallest or peak)
         search.too_large += 1
+
+    def priced(self, values: Values, limit: int) -> tuple[int, Suggestion | None]:
+        """Most bytes that the fullest rank holds with ``values``; and their plan, or None if it
+        leaves too little memory or breaks a rule."""
+        plan = self.plan(values)
+        peak = max(stage.peak for stage in stage_memory(plan))
+        if peak > (1 - LEFT_FREE) * limit or _broken(plan):
+            return peak, None
+        time = step_time(plan)
+        assert time is not None, "candidates name a GPU"
+        texts = tuple(
+            f"{key}={value if isinstance(value, str) else show(value)}"
+            for key, value in values.items()
+            if key not in self.pinned and value != self.value(key)
+        )
+        return peak, Suggestion(texts, plan, peak, time, values)
+
+    def with_fastest_engine(self, found: Suggestion, limit: int) -> Suggestion:
+        """``found`` with the `rollout.tp` for which a step is fastest: fewer engines of more GPUs
+        each read fewer weights a token, and send more between GPUs."""
+        rollout = found.plan.rollout
+        if rollout.engine != "vllm" or found.plan.remote_engines:
+            return found
+        sizes = divisors(rollout.gpus or self.gpus)
+        fastest = found
+        for tp in self.choices("rollout.tp", sizes):
+            values = found.values | {"rollout.tp": tp}
+            _, other = self.priced(values, limit)
+            if other is not None and other.time.total < fastest.time.total:
+                fastest = other
+        return fastest

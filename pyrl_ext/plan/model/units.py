@@ -60,3 +60,7 @@ def count(number: int) -> str:
 def scientific(number: float) -> str:
     """A small number as configs write it: 1e-6, 0.003."""
     return f"{number:g}".replace("e-0", "e-")
+
+
+# device -> bytes of a chunk of the LM head's logits, as `loss.fused_head` has them
+CHUNK_BYTES = {"cuda": 2**32, "cpu": 2**30}

@@ -114,8 +114,9 @@ class Logprob(Section):
 
     head: Literal["fused", "logits"] = "fused"
     """fused: chunk by chunk, only loss tokens in the update; logits: of a whole microbatch"""
-    chunk_bytes: Positive = 2**30
-    """of a chunk's logits and their gradients [bytes] (fused)"""
+    chunk_bytes: Positive | None = None
+    """of a chunk's logits and their gradients [bytes] (fused); null: 4 GiB on a GPU, 1 GiB on a
+    CPU"""
     cache_bytes: Count = 0
     """of a microbatch's logits kept for the backward pass [bytes]; others are recomputed (fused)"""
     accept_rounded_logits: bool = False
@@ -399,8 +400,8 @@ class Config(Section):
 
     device: Literal["cpu", "cuda"]
     """where the trainer runs"""
-    threads: Count = 0
-    """CPU threads of each rank; 0: as many as torch takes"""
+    threads: Annotated[int, Field(ge=0, le=4096)] = 0
+    """number of CPU threads of each rank; 0: torch's default"""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """of weights, data and sampling"""
     steps: Positive = 100

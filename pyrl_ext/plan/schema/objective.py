@@ -144,6 +144,12 @@ class Objective(Section):
         given = (self.tis_cap, self.mask_ratio, self.sequence_bounds, self.veto)
         return any(each is not None for each in given)
 
+    @property
+    def corrects_sequences(self) -> bool:
+        """True if tokens are weighed or rejected by numbers of their whole sequences."""
+        by_sequence = self.tis_cap is not None and self.tis == "sequence"
+        return by_sequence or self.sequence_bounds is not None or self.veto is not None
+
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
