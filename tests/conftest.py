@@ -4,7 +4,9 @@
 """
 
 import gc
+import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,9 @@ settings.load_profile("suite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# when no slow test begins any more, so that a slow machine ends in time [seconds since 1970]
+SLOW_UNTIL = float(os.environ.get("PYRL_SLOW_UNTIL", "inf"))
+
 # the files that take longest
 LONGEST = ("test_train.py", "test_checkpoint.py", "test_logprob_head.py", "test_policy.py")
 
@@ -29,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slowest: two workers take whole files, and neither is to wait at the end."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip slow tests after `SLOW_UNTIL`."""
+    if item.get_closest_marker("slow") and time.time() > SLOW_UNTIL:
+        pytest.skip("NOT RUN, the time for slow tests was over")
 
 
 def pytest_collection_finish() -> None:

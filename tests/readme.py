@@ -6,8 +6,9 @@ pages show runs once, where it comes first. The commands of a page run one after
 pages run at a time, those of `LONG` before the others. A page that names a run folder
 (``runs/NAME``) of an earlier page waits for that page. The first command that fails ends all.
 
-With ``--minutes N`` nothing but tests begins after N minutes, so that a slow machine ends in time;
-what is left out is listed at the end.
+Commands after ``--first`` run before all pages, and pages begin when they have ended. With
+``--until S`` (seconds since 1970) pages begin no command after S, so that a slow machine ends in
+time; what is left out is listed at the end.
 
 ``--extras without`` leaves out the targets of the Makefile that first install vLLM,
 TransformerEngine or wandb; ``--extras with`` runs those alone.
@@ -44,8 +45,6 @@ EXTRAS = (
 )
 # commands that name one of these need vLLM, wandb or other trainers
 NEED_EXTRAS = ("engine=vllm", "--engine vllm", ".venv/wandb", ".venv/verl")
-# in commands that run tests
-TESTS = ("-m pytest", "make check", "make test", "make parity")
 # minutes on one core: begun last, they would end when nothing is left for the other
 LONG = ("docs/rollouts.md", "docs/remote_engines.md", "docs/parallel.md", "docs/runs.md")
 
@@ -127,11 +126,6 @@ def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
     return {page: {o for o in names[:n] if runs[page] & runs[o]} for n, page in enumerate(names)}
 
 
-def is_test(command: str) -> bool:
-    """True if a command runs tests, so that it is never left out."""
-    return any(word in command for word in TESTS)
-
-
 @dataclass
 class Run:
     """Lanes that take pages; what they share is behind ``lock``.
@@ -139,11 +133,13 @@ class Run:
     Args:
         waiting: page -> its commands.
         after: page -> those that end before it begins.
-        until: on the monotonic clock, when nothing but tests begins any more.
+        first: commands that begin at any time.
+        until: when no other command begins any more [seconds since 1970].
     """
 
     waiting: dict[str, list[str]]
     after: dict[str, set[str]]
+    first: Sequence[str] = ()
     until: float = float("inf")
     lock: threading.Condition = field(default_factory=threading.Condition)
     ended: set[str] = field(default_factory=set)
@@ -157,7 +153,7 @@ class Run:
             for command in self.waiting.pop(page):
                 if self.failed:
                     continue
-                if time.monotonic() > self.until and not is_test(command):
+                if time.time() > self.until and command not in self.first:
                     self.left_out.append(command)
                 else:
                     self.execute(command)
@@ -210,7 +206,7 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="only print the commands")
     parser.add_argument("--first", nargs="*", default=[], help="commands to begin with")
     parser.add_argument("--extras", choices=["with", "without"], help="only a part")
-    parser.add_argument("--minutes", type=float, help="after which nothing but tests begins")
+    parser.add_argument("--until", type=float, help="when no page begins a command any more")
     options = parser.parse_args()
     texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
     found = commands(texts)
@@ -221,10 +217,11 @@ def main() -> int:
         print("\n".join(chain.from_iterable(found.values())))
         return 0
     chosen = in_order(found, options.first)
-    after = waits(found)
-    run = Run(chosen, {page: after.get(page, set()) for page in chosen})
-    if options.minutes is not None:
-        run.until = time.monotonic() + 60 * options.minutes
+    after = {command: set[str]() for command in options.first}
+    after |= {page: before | {*options.first} for page, before in waits(found).items()}
+    run = Run(chosen, {page: after[page] for page in chosen}, options.first)
+    if options.until is not None:
+        run.until = options.until
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
     for lane in lanes:
         lane.start()
@@ -234,7 +231,7 @@ def main() -> int:
     for took, command in sorted(run.seconds):
         print(f"{took:7.0f}  {command[:110]}")
     for command in run.left_out:
-        print(f"NOT RUN, {options.minutes:g} minutes were over: {command}")
+        print(f"NOT RUN, the time was over: {command}")
     for failure in run.failed:
         print(f"FAILED  {failure}")
     return 1 if run.failed else 0
