@@ -6,7 +6,7 @@ pages show runs once, where it comes first. The commands of a page run one after
 pages run at a time, those of `LONG` before the others. A page that names a run folder
 (``runs/NAME``) of an earlier page waits for that page. The first command that fails ends all.
 
-Commands after ``--first`` run before all pages, and pages begin when they have ended. With
+Commands after ``--first`` run one after the other before all pages. With
 ``--until S`` (seconds since 1970) pages begin no command after S, so that a slow machine ends in
 time; what is left out is listed at the end.
 
@@ -32,6 +32,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
+FIRST = "--first"  # the page of commands that run before the others
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
 # what the Makefile calls the installation of vLLM, TransformerEngine, wandb, verl, SkyRL and mkdocs
@@ -107,11 +108,11 @@ def needing(found: Mapping[str, list[str]], extras: bool, makefile: str) -> dict
 
 
 def in_order(found: Mapping[str, list[str]], first: Sequence[str]) -> dict[str, list[str]]:
-    """Page -> its commands in the order of the lanes: each of ``first`` as a page, `LONG` ones, the
+    """Page -> its commands in the order of the lanes: ``first`` as a page, `LONG` ones, the
     others."""
     left = {page: [c for c in own if c not in first] for page, own in found.items()}
     long = {page: left[page] for page in LONG if page in left}
-    return {command: [command] for command in first} | long | left
+    return {FIRST: [*first]} | long | left
 
 
 def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
@@ -133,13 +134,11 @@ class Run:
     Args:
         waiting: page -> its commands.
         after: page -> those that end before it begins.
-        first: commands that begin at any time.
-        until: when no other command begins any more [seconds since 1970].
+        until: when pages other than `FIRST` begin no command any more [seconds since 1970].
     """
 
     waiting: dict[str, list[str]]
     after: dict[str, set[str]]
-    first: Sequence[str] = ()
     until: float = float("inf")
     lock: threading.Condition = field(default_factory=threading.Condition)
     ended: set[str] = field(default_factory=set)
@@ -153,7 +152,7 @@ class Run:
             for command in self.waiting.pop(page):
                 if self.failed:
                     continue
-                if time.time() > self.until and command not in self.first:
+                if time.time() > self.until and page != FIRST:
                     self.left_out.append(command)
                 else:
                     self.execute(command)
@@ -217,9 +216,8 @@ def main() -> int:
         print("\n".join(chain.from_iterable(found.values())))
         return 0
     chosen = in_order(found, options.first)
-    after = {command: set[str]() for command in options.first}
-    after |= {page: before | {*options.first} for page, before in waits(found).items()}
-    run = Run(chosen, {page: after[page] for page in chosen}, options.first)
+    after = {page: before | {FIRST} for page, before in waits(found).items()} | {FIRST: set[str]()}
+    run = Run(chosen, {page: after[page] for page in chosen})
     if options.until is not None:
         run.until = options.until
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]

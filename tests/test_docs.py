@@ -28,6 +28,7 @@ from pyrl_ext.plan.schema import Config
 from tests.helpers.deadline import DEADLINE
 from tests.parity import LAYOUTS, pairwise_cover
 from tests.readme import (
+    FIRST,
     REPOSITORY,
     Run,
     commands,
@@ -328,8 +329,8 @@ def test_commands_without_extras_train_every_tiny_config():
 def test_in_order_begins_with_what_takes_long():
     found = {"README.md": ["make demo", "make test"], "docs/remote_engines.md": ["make serve"]}
     chosen = in_order(found, ["make check", "make test"])
-    assert [*chosen] == ["make check", "make test", "docs/remote_engines.md", "README.md"]
-    assert chosen["make test"] == ["make test"] and chosen["README.md"] == ["make demo"]
+    assert [*chosen] == [FIRST, "docs/remote_engines.md", "README.md"]
+    assert chosen[FIRST] == ["make check", "make test"] and chosen["README.md"] == ["make demo"]
     script = (REPOSITORY / ".ci/run").read_text("utf-8")
     (slow,) = re.findall(r"^SLOW='(.*)'$", script, re.MULTILINE)
     assert slow in commands(TEXTS)["docs/runs.md"]  # begun first it is not run again
@@ -362,8 +363,8 @@ def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):
 
 def test_Run_of_the_commands_leaves_out_all_but_the_first_when_its_time_is_over(tmp_path: Path):
     tests = f"touch {tmp_path}/tested"
-    found = {tests: [tests], "a": [f"touch {tmp_path}/trained"]}
-    run = Run(found, {tests: set(), "a": {tests}}, [tests], until=time.time() - 1)
+    found = {FIRST: [tests], "a": [f"touch {tmp_path}/trained"]}
+    run = Run(found, {FIRST: set(), "a": {FIRST}}, until=time.time() - 1)
     run.lane()
     assert [path.name for path in tmp_path.iterdir()] == ["tested"]
     assert run.left_out == [f"touch {tmp_path}/trained"] and not run.failed
