@@ -97,6 +97,17 @@ class Qwen3VlMoe(QwenVision, Qwen3Moe):
 
     norm_topk_prob: bool = True
 
+    def contradictions(self) -> list[str]:
+        found = super().contradictions()
+        width = self.moe_intermediate_size
+        if self.hidden_size in (width, 2 * width):
+            found.append(
+                f"moe_intermediate_size {width} with hidden_size {self.hidden_size}, expected "
+                "neither that nor half of it; files stack the experts of a layer, and a square "
+                "tensor does not tell which side is an expert's rows"
+            )
+        return found
+
     def unsupported(self) -> list[str]:
         odd = {
             "norm_topk_prob is false; transformers normalizes the experts' weights all the same": (
