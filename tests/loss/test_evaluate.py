@@ -25,6 +25,12 @@ CASES = {
         for anchor in ("old", "rollout")
     },
     **{f"{loss} rollout": {"loss": loss, "anchor": "rollout"} for loss in ("gmpo", "dppo")},
+    # weights that vary inside a sample: only then do gradients of a mean and of its tokens differ
+    **{
+        f"{loss} {ratio} tis": {"loss": loss, "ratio": ratio, "tis_cap": 1.4, **WIDE}
+        for loss in ("ppo", "sapo")
+        for ratio in ("sequence", "sequence_token")
+    },
     "dual clip": {"dual_clip": 1.2},
     "sapo sharp": {"loss": "sapo", "sapo_tau": [3.0, 0.4]},
     "dppo low": {"loss": "dppo", "clip_low": 0.02, "clip_high": 0.3},
