@@ -44,6 +44,7 @@ FAMILIES = {
     "expert_rows": Family(
         "benchmarks.cases_ops:expert_rows", "rows sorted by expert, and their sums"
     ),
+    "digests": Family("benchmarks.cases_ops:digests", "digests of the tensors of a weight sync"),
     "experts": Family("benchmarks.cases_experts:experts", "the experts of a layer, both passes"),
     "token_logprob": Family(
         "benchmarks.cases_logprob:token_logprob", "log-probs and entropies of logits"
@@ -84,6 +85,8 @@ GPU_BARS: dict[str, list[tuple[str, dict[str, float], dict[str, float]]]] = {
     "rms_norm": [("", {"% of floor": 75, "torch": 1}, {})],
     "expert_rows": [("", {"torch": 2}, {})],
     "experts": [("", {"SequentialMLP": 2}, {})],
+    # predicted 40 on an H100: about 40 integer instructions for each 4 bytes
+    "digests": [("", {"% of floor": 25, "one by one": 2}, {})],
 }
 
 

@@ -13,6 +13,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from benchmarks.measure import Case, near
 from pyrl_ext import ops
+from pyrl_ext.ops import digest
+from pyrl_ext.ops.digest import digest_on_device
 from pyrl_ext.ops.expert_rows import op, reference
 
 EPS = 1e-6
@@ -98,6 +100,25 @@ def swiglu(device: str, shrink: int = 1) -> Iterator[Case]:
             written=(one, 2 * one + 4 * rows),
             agree=rounded(dtype),
         )
+
+
+def digests(device: str, shrink: int = 1) -> Iterator[Case]:
+    """Digests of the experts of a layer of GLM-4.7-Flash, and whether they are finite."""
+    experts = 64
+    shapes = [(1536, 2048), (1536, 2048), (2048, 1536)] * experts
+    tensors = [torch.randn(r // shrink, c, device=device).bfloat16() for r, c in shapes]
+
+    def one_by_one() -> list[Tensor]:
+        sums = torch.stack([digest_on_device(tensor) for tensor in tensors])
+        return [sums, torch.stack([torch.isfinite(tensor).all() for tensor in tensors])]
+
+    yield Case(
+        f"{len(tensors)} tensors of {experts} experts, bfloat16",
+        lambda: [*digest.digests(tensors, finite=True)],
+        {"one by one": one_by_one},
+        moved=sum(tensor.nbytes for tensor in tensors),
+        written=9 * len(tensors),
+    )
 
 
 # rows, heads, width, dtype: hidden rows of a wide MoE layer and of GLM-4.7-Flash, keys of Qwen3-30B

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 # where a family's tests are, if not in tests/ops/test_<family>.py
 TESTS = {
+    "digests": "tests/ops/test_digest.py",
     "divergence": "tests/loss/test_divergence.py",
     "experts": "tests/megatron/test_grouped_experts.py",
     "feed": "tests/trainer/test_prefetch.py",

@@ -10,7 +10,16 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -114,6 +123,26 @@ class BucketStream(ABC):
         """Yields each bucket with the memory that holds it, which is from ``allocate`` unless the
         stream keeps its own."""
         ...
+
+
+def cut(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int
+) -> Iterator[Bucket]:
+    """(name, dtype, shape) in buckets of at most ``bucket_bytes``; a larger tensor fills one
+    alone."""
+    held: list[tuple[str, torch.dtype, Sequence[int]]] = []
+    end = 0
+    for tensor in tensors:
+        _, dtype, shape = tensor
+        size = math.prod(shape) * dtype.itemsize
+        if held and aligned(end) + size > bucket_bytes:
+            yield Bucket.of(held)
+            held = []
+            end = 0
+        held.append(tensor)
+        end = aligned(end) + size
+    if held:
+        yield Bucket.of(held)
 
 
 def names_here(named: Named, names: Iterable[str]) -> list[str]:
@@ -227,15 +256,19 @@ class KeptBuckets(BucketStream):
             yield kept
 
 
-def observed(named: Named, note: Callable[[str, Tensor], None]) -> Named:
-    """``named``, with a call of ``note`` for every tensor before it is passed on."""
+Note = Callable[[Mapping[str, Tensor]], None]
+
+
+def observed(named: Named, note: Note) -> Named:
+    """``named``, with a call of ``note`` for the tensors of every bucket before it is passed on;
+    for every tensor where they do not come in buckets."""
     if isinstance(named, BucketStream):
         return _Observed(named, note)
     return _noting(named, note)
 
 
 class _Observed(BucketStream):
-    def __init__(self, stream: BucketStream, note: Callable[[str, Tensor], None]):
+    def __init__(self, stream: BucketStream, note: Note):
         self.stream = stream
         self.note = note
         self.names = stream.names
@@ -245,14 +278,13 @@ class _Observed(BucketStream):
 
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket, buffer in self.stream.buckets(allocate):
-            for name, tensor in bucket.views(buffer).items():
-                self.note(name, tensor)
+            self.note(bucket.views(buffer))
             yield bucket, buffer
 
 
-def _noting(named: Named, note: Callable[[str, Tensor], None]) -> Iterator[tuple[str, Tensor]]:
+def _noting(named: Named, note: Note) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in named:
-        note(name, tensor)
+        note({name: tensor})
         yield name, tensor
 
 

@@ -29,7 +29,7 @@ from pyrl_ext.models.frozen import freeze
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import read_adapter
-from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
 from pyrl_ext.parallel.topology import Topology
@@ -364,8 +364,10 @@ class TrainedModule:
         """
         live = self.weights()
         whole = GatheredWeights(plan_buckets(self.plan, self.table), live, self.topo)
-        digests = read({name: digest_on_device(tensor) for name, tensor in whole})
-        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        log = DigestLog()
+        for name, tensor in whole:
+            log.add(name, tensor)
+        return hashlib.sha256(json.dumps(log.numbers(), sort_keys=True).encode()).hexdigest()
 
 
 def _say(line: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.metrics.glossary import GLOSSARY
-from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.buckets import Named, names_here, observed
 from pyrl_ext.parallel.collective_errors import AgreedError, gather_objects
@@ -45,8 +45,8 @@ class SentTensors:
         self.dtype = dtype
         self.bytes = 0
         self._wanted = set(names)
-        self._exact: dict[str, Tensor] = {}
-        self._rounded: dict[str, Tensor] = {}
+        self._exact = DigestLog()
+        self._rounded = DigestLog()
 
     def recording(self, named: Named) -> Named:
         """``named``, with the digests of ``names`` recorded as they pass; where some come on other
@@ -54,12 +54,15 @@ class SentTensors:
         self.names = names_here(named, self.names)
         return observed(named, self._record)
 
-    def _record(self, name: str, tensor: Tensor) -> None:
-        self.bytes += tensor.nbytes
-        if name in self._wanted:
-            self._exact[name] = self._rounded[name] = digest_on_device(tensor)
-            if tensor.dtype != self.dtype:
-                self._rounded[name] = digest_on_device(tensor.to(self.dtype))
+    def _record(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.bytes += tensor.nbytes
+            if name in self._wanted:
+                self._exact.add(name, tensor)
+                if tensor.dtype != self.dtype:
+                    self._rounded.add(name, tensor.to(self.dtype))
+        self._exact.flush()  # their memory may be filled again
+        self._rounded.flush()
 
     def mismatches(self, in_engine: Mapping[str, int]) -> dict[str, str]:
         """Compares the engine's digests with the recorded ones.
@@ -69,10 +72,10 @@ class SentTensors:
 
         Returns: name -> what is wrong with the tensor in the engine.
 
-        Syncs: once.
+        Syncs: twice.
         """
-        exact = read(self._exact)
-        rounded = read(self._rounded)
+        exact = self._exact.numbers()
+        rounded = exact | self._rounded.numbers()
         sent_as = {number: name for sent in (exact, rounded) for name, number in sent.items()}
         wrong: dict[str, str] = {}
         for name in self.names:
@@ -113,7 +116,7 @@ def sync_weights(
     Returns: metrics: ``publish/checked``, the number of tensors compared, and
         ``publish/tensor_bytes``, of all that were sent; nothing if the engine has no weights.
 
-    Communicates: as ``named`` does. Syncs: twice, for the digests.
+    Communicates: as ``named`` does. Syncs: three times, for the digests.
 
     Raises: RuntimeError on the rank whose engine holds a tensor that differs from the one sent; or
         `Engine.samples_stale` does.
@@ -183,7 +186,7 @@ def full_check(
 
     Returns: name -> what is wrong. Afterwards the engine holds the trainer's weights.
 
-    Communicates: as the stream does. Syncs: twice, for the digests.
+    Communicates: as the stream does. Syncs: a few times, for the digests.
     """
     if not engine.capabilities.weights:  # no engine on this rank: it only takes part in the stream
         engine.load_weights(stream(), version)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyrl_ext import ops
 from pyrl_ext.ops import Inverse, invert_rows
 from pyrl_ext.ops.causal_conv1d import grad_op as conv_grad
+from pyrl_ext.ops.digest import digests
 from pyrl_ext.ops.expert_rows import expert_rows_grad
 from pyrl_ext.ops.gated_delta_rule import grad_op as delta_grad
 from pyrl_ext.ops.latent_keys import latent_keys_grad
@@ -73,6 +74,17 @@ def _gather_rows() -> list[Bad]:
         bad(IndexError, f"rows[1] is 7, {row}", src, torch.tensor([0, 7, 7]), fill),
         bad(IndexError, f"rows[1] is -2, {row}", src, torch.tensor([0, -2, -2]), fill),
         invert(IndexError, f"rows[1] is 3, {row}", torch.tensor([0, 3, 4]), 3),
+    ]
+
+
+def _digests() -> list[Bad]:
+    bad = of("digests", digests)
+    one = torch.zeros(3)
+    return [
+        bad(ValueError, "0 tensors, expected at least one", []),
+        bad(TypeError, "tensors[1] is 1.5, expected a tensor", [one, 1.5]),
+        bad(ValueError, "tensors[1] is on meta, tensors[0] on cpu", [one, one.to("meta")]),
+        bad(TypeError, "tensors[1] is torch.complex64, expected a real", [one, one + 0j]),
     ]
 
 
@@ -433,6 +445,7 @@ def _gated_delta_rule() -> list[Bad]:
 def bad_calls() -> list[Bad]:
     makers = (
         _gather_rows,
+        _digests,
         _gather_fields,
         _gather_routes,
         _expand_runs,

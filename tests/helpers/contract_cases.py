@@ -139,6 +139,11 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
             (torch.bfloat16, real(3, 6, dtype=torch.bfloat16)),
         )
     },
+    "digests": (
+        "digests",
+        ([real(3), real(2, 7, dtype=torch.bfloat16), torch.arange(5), real(0, 4)], True),
+    ),
+    "digests, not finite": ("digests", ([real(3, 2)], False)),
     "gather_fields": (
         "gather_fields",
         (

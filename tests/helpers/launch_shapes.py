@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.digest import triton as digest
 from pyrl_ext.ops.expert_rows import triton as expert_rows
 from pyrl_ext.ops.gather_fields import triton as gather_fields
 from pyrl_ext.ops.gather_routes import triton as gather_routes
@@ -43,6 +44,11 @@ def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 def _gather_rows(dtype: torch.dtype, width: int, filled: bool, rows: int) -> None:
     fill = meta(width, dtype=dtype) if filled else None
     gather_rows.gather_rows(meta(rows, width, dtype=dtype), meta(rows, dtype=INT64), fill)
+
+
+def _digests(dtype: torch.dtype, width: int, finite: bool, rows: int) -> None:
+    """At address 0, which is aligned."""
+    digest.digests([meta(rows, width, dtype=dtype)], finite)
 
 
 def _gather_fields(fills: tuple[float, ...], rows: int) -> None:
@@ -154,6 +160,13 @@ SHAPES: dict[Callable[..., None], list[tuple[Any, ...]]] = {
         (FP32, 128, False),
         (INT64, 1, True),
         (UINT8, 188, True),
+    ],
+    _digests: [
+        (BF16, 2048, True),
+        (BF16, 5, True),
+        (FP32, 64, True),
+        (FP32, 3, False),
+        (UINT8, 1, False),
     ],
     _gather_fields: [((1, 1, 1, 1, 1, 1),), ((0, 1, 1, -1, 1, 2),)],
     _sum_rows: [(BF16, 2048), (FP32, 2048), (FP32, 1), (FP64, 2048)],

@@ -131,7 +131,7 @@ FILES = {f"{name}_grad": name for name in GRADS} | {
     f"token_logprob_{name}": "token_logprob"
     for name in ("stats", "rows", "combine", "grad", "grad_")
 }
-FILES["invert_rows"] = "gather_rows"
+FILES |= {"invert_rows": "gather_rows", "digests": "digest"}
 INTERPRET = """
 import importlib, json, sys, traceback
 failures = {}

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrl_ext.ops import digest as module
-from pyrl_ext.ops.digest import STEP, WORDS, digest, digest_on_device, read
+from pyrl_ext.ops import use_backend
+from pyrl_ext.ops.digest import STEP, WORDS, DigestLog, digest, digest_on_device, digests
 from pyrl_ext.parallel.offload import OffloadedStorage
 
 MASK = 2**64 - 1
@@ -132,6 +133,7 @@ def test_digest_is_right_for_sizes_around_a_chunk(shape: tuple[int, ...]):
 
 def test_digest_changes_when_chunks_change_places(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "WORDS", 8)
+    monkeypatch.setattr(module, "SMALL", -1)
     tensor = random((64,), torch.float32)
     chunks = tensor.split(8)
     seen = {digest(tensor)}
@@ -148,6 +150,7 @@ def test_digest_of_several_chunks_at_once_is_the_same(monkeypatch: pytest.Monkey
     tensors = [random(shape, dtype) for shape in shapes for dtype in DTYPES]
     digest(tensors[0])  # factors of chunks as long as ever are kept
     monkeypatch.setattr(module, "WORDS", 8)
+    monkeypatch.setattr(module, "SMALL", -1)
     expected = [digest(tensor) for tensor in tensors]
     for at_once in (2, 4, 16):
         monkeypatch.setattr(module, "_at_once", lambda device, at_once=at_once: at_once)
@@ -166,10 +169,86 @@ def test_digest_of_an_expert_is_few_launches(monkeypatch: pytest.MonkeyPatch):
     assert launches.names == ["_to_copy", "mul_", "sum", "add_"]  # on a GPU the first two are one
 
 
-def test_read_gives_many_digests_at_once():
-    tensors = {str(n): random((n, 3), torch.float32, n) for n in range(5)}
-    found = read({name: digest_on_device(t) for name, t in tensors.items()})
-    assert found == {name: digest(t) for name, t in tensors.items()} and read({}) == {}
+def many() -> list[Tensor]:
+    """Tensors of every kind: chunks, rows longer than a chunk, no elements, no alignment."""
+    shapes = ((), (7,), (33,), (64,), (5, 7), (9, 3), (2, 67), (3, 40, 5), (0, 4), (16, 16))
+    tensors = [random(shape, dtype) for shape in shapes for dtype in (*DTYPES, torch.float16)]
+    tensors += [random((6, 10), torch.float32).T, random((65,), torch.bfloat16)[1:]]
+    bad = [(torch.inf, torch.float32), (torch.nan, torch.bfloat16), (-torch.inf, torch.float16)]
+    for number, dtype in (*bad, (torch.nan, torch.float64)):
+        for width in (4, 5):
+            tensors.append(torch.ones(3, width, dtype=dtype))
+            tensors.append(tensors[-1].clone())
+            tensors[-1][2, width - 1] = number
+    return tensors
+
+
+def finite(tensor: Tensor) -> bool:
+    return bool(tensor.to(torch.float64).isfinite().all())
+
+
+def triton_equals_reference() -> None:
+    from pyrl_ext.ops.digest import triton
+
+    tensors = [t for t in many() if t.dtype != torch.float8_e4m3fn]
+    programs = list[int]()
+    launch = triton.digests_kernel.run
+
+    def counted(*args: Any, grid: tuple[int], **how: Any) -> Any:
+        programs.append(grid[0])
+        return launch(*args, grid=grid, **how)
+
+    with use_backend("triton"):
+        found = digests(tensors, finite=True)
+        sums, none = digests(tensors)
+    assert found.sums.tolist() == sums.tolist() == [signed(digest(tensor)) for tensor in tensors]
+    assert found.finite.tolist() == [finite(tensor) for tensor in tensors] and not none.numel()
+    module.WORDS = triton.WORDS = 8  # several chunks
+    module.SMALL = -1
+    triton._pieces.cache_clear()
+    tensors = [random(shape, torch.bfloat16) for shape in ((33,), (2, 67), (3, 40), (9, 3))]
+    with use_backend("triton"):
+        sums, _ = digests(tensors)
+    assert sums.tolist() == [signed(digest(tensor)) for tensor in tensors]
+    module.WORDS = triton.WORDS = WORDS
+    module.SMALL = 2**18
+    triton._pieces.cache_clear()
+    triton.digests_kernel.run = counted
+    experts = [random((768, 64), torch.bfloat16, seed) for seed in range(64)]
+    with use_backend("triton"):
+        assert digests(experts).sums.tolist() == [signed(digest(expert)) for expert in experts]
+    assert programs == [64 * 2]  # one launch, whatever their number
+
+
+def signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def test_digests_are_those_of_each_tensor():
+    tensors = [tensor for tensor in many() if tensor.dtype != torch.float8_e4m3fn]
+    found = digests(tensors, finite=True)
+    assert found.sums.tolist() == [signed(digest(tensor)) for tensor in tensors]
+    assert found.finite.tolist() == [finite(tensor) for tensor in tensors]
+    assert not digests(tensors).finite.numel()
+
+
+def test_DigestLog_has_the_last_digest_of_each_name():
+    log = DigestLog(finite=True, at_once=100)
+    tensors = {str(n): random((n, 3), torch.float32, n) for n in range(12)}
+    for name, tensor in tensors.items():
+        log.add(name, tensor)
+        assert name in log and "12" not in log
+        assert len(log._waiting) <= 8  # 100 bytes are kept at most
+    assert log.numbers() == {name: digest(tensor) for name, tensor in tensors.items()}
+    broken = [name for name, tensor in tensors.items() if not finite(tensor)]
+    assert log.not_finite() == broken
+    log.add("3", torch.tensor([1.0, torch.nan]))
+    log.flush()
+    log.add("3", torch.tensor([torch.inf, 1.0]))
+    assert "3" in log.not_finite()
+    log.add("3", torch.ones(2))
+    assert log.numbers()["3"] == digest(torch.ones(2)) and "3" not in log.not_finite()
+    assert DigestLog().numbers() == {} and DigestLog(finite=True).not_finite() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,17 @@ class Destinations:
                 part.copy_(part_rows.reshape(part.shape))
 
     def check(
-        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        only: Collection[str] | None = None,
+        not_finite: Callable[[], Collection[str]] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Passes on the tensors that have a destination.
 
         Args:
             only: names of the tensors that are sent; None: all
+            not_finite: names of those that hold nan or inf, asked after the last one; None: each
+                tensor is looked at
 
         Raises:
             ValueError: after the last tensor, listing unknown and missing names, names given twice,
@@ -117,11 +122,15 @@ class Destinations:
             elif value.shape != (shape := self.shape(name)):
                 problems.append(f"{name}: shape {list(value.shape)}, expected {list(shape)}")
             else:
-                finite[name] = torch.isfinite(value).all()
+                if not_finite is None:
+                    finite[name] = torch.isfinite(value).all()
                 yield name, value
             seen.add(name)
         missing = expected - seen
         problems += [f"{name}: missing" for name in self.parts if name in missing]
+        if not_finite is not None:
+            broken = not_finite()
+            problems += [f"{n}: holds nan or inf" for n in self.parts if n in broken and n in seen]
         if finite:
             first = next(iter(finite.values()))
             flags = torch.stack([flag.to(first.device) for flag in finite.values()]).tolist()

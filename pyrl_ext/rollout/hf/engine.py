@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.data.tokenizer import Tokenizer
-from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.parallel.offload import OffloadedStorage
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import (
@@ -127,7 +127,10 @@ class HFEngine(Engine):
         if unknown := [name for name in names or () if name not in weights.parts]:
             raise ValueError(f"HFEngine.checksums: {unknown[:4]}, expected names of its weights")
         names = [*weights.parts] if names is None else names
-        return read({name: digest_on_device(weights.tensor(name)) for name in names})
+        log = DigestLog()
+        for name in names:
+            log.add(name, weights.tensor(name))
+        return log.numbers()
 
     @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
     def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:

@@ -1,7 +1,7 @@
 """The transfer backend of a stock vLLM server; its plugin registers the class by name.
 
 vLLM calls start, update and finish in each worker. The first worker receives and verifies all
-tensors; at the finish it broadcasts them to the others, one by one, and each loads its part. vLLM's
+tensors; at the finish it broadcasts them to the others, in buckets, and each loads its part. vLLM's
 own backends load tensors as they arrive, and their finish checks nothing: a trainer that dies in
 the middle leaves a mixture that is served.
 """
@@ -23,6 +23,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import inplace
 
+from pyrl_ext.ops.digest import DigestLog
+from pyrl_ext.ops.tensors import on_gpu
+from pyrl_ext.parallel.buckets import cut
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.weight_protocol import TransferError
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+BUCKET_BYTES = 2**28
 
 
 @dataclass
@@ -58,7 +62,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         parts = self._destinations.parts
         shape = self._destinations.shape
         self.staged = StagedUpdate({name: shape(name) for name in parts}, device)
-        self._taken: dict[str, Tensor] = {}
+        self._taken = DigestLog(finite=True)
         self.reload_weights = self._reload
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -106,7 +110,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         layout, only, error = self._shared((layout, only, error))
         if error is not None:
             raise TransferError(error)
-        self._take(self._handed_on(layout, tensors), only)
+        self._take(self._handed_on(layout, tensors), only, stay_valid=True)
 
     @property
     def _world(self) -> Any:
@@ -119,16 +123,21 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
     def _handed_on(
         self, layout: Layout, tensors: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, from the first worker."""
+        """Every tensor, from the first worker, in memory that is not filled again."""
         world = self._world
-        for name, dtype, shape in layout:
-            tensor = tensors.get(name)
-            if tensor is None:
-                tensor = torch.empty(shape, dtype=dtype)
-            if world.world_size > 1 and tensor.numel():
-                raw = tensor.view(-1).view(torch.uint8)
-                dist.broadcast(raw, world.ranks[0], group=world.cpu_group)
-            yield name, tensor.to(self.device)
+        if world.world_size == 1:
+            for name, tensor in tensors.items():
+                yield name, tensor.to(self.device)
+            return
+        group = world.device_group if on_gpu(self.device) else world.cpu_group
+        for bucket in cut(layout, BUCKET_BYTES):
+            buffer = torch.empty(bucket.bytes, dtype=torch.uint8, device=self.device)
+            views = bucket.views(buffer)
+            for name, view in views.items():
+                if name in tensors:  # on the first worker alone
+                    view.copy_(tensors[name])
+            dist.broadcast(buffer, world.ranks[0], group=group)
+            yield from views.items()
 
     def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
         inplace.reload_weights(self.vllm_config, self.model, weights_iterator, None, True)

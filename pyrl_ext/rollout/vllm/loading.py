@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.identity import make_identity
@@ -29,7 +29,7 @@ class Loading(AdapterLoading):
     rank: int
     reload_weights: Callable[..., None]
     _destinations: Destinations | None = None
-    _taken: dict[str, Tensor]
+    _taken: DigestLog
 
     def take_weights(
         self,
@@ -58,18 +58,28 @@ class Loading(AdapterLoading):
         return []
 
     def _take(
-        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None, load: int = 0
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        only: Collection[str] | None,
+        load: int = 0,
+        stay_valid: bool = False,
     ) -> None:
+        """`take_weights`.
+
+        Args:
+            stay_valid: a tensor does not change until the load has ended
+        """
         if self._destinations is None:
             given = self.vllm_config.model_config.model
             self._destinations = Destinations.from_config(given, self.lora)
         if only is None:
-            self._taken = {}
+            self._taken = DigestLog(finite=True)
         else:
             self._destinations.need_whole_layers(only)
             need_all_factors("VLLMEngine.load_weights", self.adapters, only)
         factors = dict[str, Tensor]()
-        weights = self._noted(self._destinations.check(named, only), factors)
+        checked = self._destinations.check(named, only, self._taken.not_finite)
+        weights = self._noted(checked, factors, stay_valid)
         if only is None or not all(map(is_factor, only)):
             self._reload_base(weights)
         else:
@@ -88,17 +98,18 @@ class Loading(AdapterLoading):
                 raise
 
     def _noted(
-        self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
+        self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], stay_valid: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Copies each tensor, as vLLM holds it until its layer is complete; records a digest. Puts
-        factors, which are no weights of vLLM's, into ``factors``."""
+        """Records a digest of each tensor. Copies those that do not stay valid, as vLLM holds them
+        until their layer is complete. Puts factors, which are no weights of vLLM's, into
+        ``factors``."""
         for name, tensor in named:
-            copy = tensor.detach().clone()
-            self._taken[name] = digest_on_device(copy)
+            held = tensor.detach() if stay_valid else tensor.detach().clone()
+            self._taken.add(name, held)
             if is_factor(name):
-                factors[name] = copy
+                factors[name] = held
             else:
-                yield name, copy
+                yield name, held
 
     def identity(self) -> dict[str, str]:
         """The model that this worker serves, as `make_identity` names it."""
@@ -116,10 +127,13 @@ class Loading(AdapterLoading):
             self._taken = transfer._taken
         if unknown := [name for name in names or () if name not in self._taken]:
             raise ValueError(f"VLLMEngine.checksums: {unknown[:4]}, expected names of its weights")
+        taken = self._taken.numbers()
         if names is not None:
-            return read({name: self._taken[name] for name in names})
-        memory = {name: digest_on_device(tensor) for name, tensor in self._memory()}
-        return read(self._taken | {f"vllm rank {self.rank}: {n}": d for n, d in memory.items()})
+            return {name: taken[name] for name in names}
+        memory = DigestLog()
+        for name, tensor in self._memory():
+            memory.add(f"vllm rank {self.rank}: {name}", tensor)
+        return taken | memory.numbers()
 
     def _memory(self) -> Iterator[tuple[str, Tensor]]:
         """vLLM's parameters and buffers, packed, fused and sharded as they are. Weights that a CPU
