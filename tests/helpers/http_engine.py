@@ -169,7 +169,7 @@ class HttpEngine:
         return key is None or request.headers.get("Authorization") == f"Bearer {key}"
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        if not self._knows(http, self.keys.generate):
+        if not self._knows(http, self.keys.control):
             return web.json_response({"error": "Unauthorized"}, status=401)
         asked = Request.from_json(await http.read())
         if self.status is not None:

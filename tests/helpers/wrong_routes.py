@@ -22,8 +22,10 @@ class StaleRoutes(Worker):
         super().__init__(engine, max_tokens)
         self.first_rows: dict[tuple[int, ...], np.ndarray] = {}
 
-    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
-        job = super().add(request, loop)
+    def add(
+        self, request: Request, loop: asyncio.AbstractEventLoop, is_trainers: bool = True
+    ) -> Job:
+        job = super().add(request, loop, is_trainers)
         finish = job.finish
 
         def with_first_rows(answer: Answer | Exception) -> None:
@@ -40,8 +42,10 @@ class StaleRoutes(Worker):
 class NoSuchExpert(Worker):
     """Routes name an expert that the model has not."""
 
-    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
-        job = super().add(request, loop)
+    def add(
+        self, request: Request, loop: asyncio.AbstractEventLoop, is_trainers: bool = True
+    ) -> Job:
+        job = super().add(request, loop, is_trainers)
         finish = job.finish
 
         def with_another(answer: Answer | Exception) -> None:

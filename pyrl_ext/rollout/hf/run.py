@@ -110,6 +110,34 @@ class Slots:
         self.cache.move(source, target, length)
 
 
+def check_turn(turn: Turn, model: RoutedModel, max_tokens: int) -> None:
+    """Raises ValueError for a turn that the model cannot answer.
+
+    Args:
+        max_tokens: longest context and response together
+    """
+    where = _where(turn)
+    prompt = turn.prompt
+    vocab = model.text.vocab_size
+    positions = model.text.max_position_embeddings
+    need_processor("HFEngine.answer", [prompt], model.images.scale)
+    if not prompt.tokens:
+        raise ValueError(f"{where}: 0 tokens, expected at least one")
+    for most, unit in ((positions, "positions"), (max_tokens, "tokens of the feed")):
+        if len(prompt.tokens) + turn.max_new_tokens > most:
+            raise ValueError(
+                f"{where}: {len(prompt.tokens)} tokens + max_new_tokens "
+                f"{turn.max_new_tokens}, expected at most {most} {unit} in all"
+            )
+    if bad := [token for token in prompt.tokens if not 0 <= token < vocab]:
+        raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
+
+
+def _where(turn: Turn) -> str:
+    place = f"turn {turn.number} of sample {turn.index} of prompt {turn.prompt.id}"
+    return f"HFEngine.answer({place})"
+
+
 class EngineRun:
     """One call of `answer`.
 
@@ -151,32 +179,10 @@ class EngineRun:
         checked = None
         for turn in turns or ():
             if turn.prompt is not checked:  # one for a whole group
-                self.check(turn)
+                check_turn(turn, self.model, self.feed.max_tokens)
                 checked = turn.prompt
             self.waiting.append(turn)
         return bool(self.open or self.waiting or self.slots.running)
-
-    def check(self, turn: Turn) -> None:
-        """Raises ValueError for a turn that the model cannot answer."""
-        where = self._where(turn)
-        prompt = turn.prompt
-        vocab = self.model.text.vocab_size
-        positions = self.model.text.max_position_embeddings
-        need_processor("HFEngine.answer", [prompt], self.model.images.scale)
-        if not prompt.tokens:
-            raise ValueError(f"{where}: 0 tokens, expected at least one")
-        for most, unit in ((positions, "positions"), (self.feed.max_tokens, "tokens of the feed")):
-            if len(prompt.tokens) + turn.max_new_tokens > most:
-                raise ValueError(
-                    f"{where}: {len(prompt.tokens)} tokens + max_new_tokens "
-                    f"{turn.max_new_tokens}, expected at most {most} {unit} in all"
-                )
-        if bad := [token for token in prompt.tokens if not 0 <= token < vocab]:
-            raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
-
-    def _where(self, turn: Turn) -> str:
-        place = f"turn {turn.number} of sample {turn.index} of prompt {turn.prompt.id}"
-        return f"HFEngine.answer({place})"
 
     def forward(self) -> list[Sample]:
         """One forward, if any turn waits or runs; returns the samples that it finishes."""
@@ -325,7 +331,7 @@ class EngineRun:
         if not bool(torch.isfinite(logprobs).all()):
             row = int((~torch.isfinite(logprobs)).any(1).nonzero()[0])
             raise RuntimeError(
-                f"{self._where(slots.turn[rows[row]])}: non-finite logits, expected numbers; "
+                f"{_where(slots.turn[rows[row]])}: non-finite logits, expected numbers; "
                 f"weights of version {self.version} produced them"
             )
         samples: list[Sample] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from pyrl_ext.rollout.remote import protocol
+from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 
@@ -170,7 +170,9 @@ class Server:
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, read_bufsize=protocol.MAX_BODY
             )
-        key = self.keys.generate if path == protocol.GENERATE else self.keys.control
+        _, needed = auth.TABLE.get(path.partition("?")[0], ("", "control"))
+        # the control key also for requests: a server gives its holder a place before others
+        key = None if needed == "nobody" else self.keys.control
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         url = self.address + path
         return self._session.request(method, url, headers=headers, json=body, allow_redirects=False)

@@ -24,11 +24,12 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.commands import PARENT, keys_folder, max_tokens
-from pyrl_ext.rollout.remote.embedded_worker import Job, Worker, WrongState
+from pyrl_ext.rollout.remote.embedded_worker import Job, TooBusy, Worker, WrongState
 from pyrl_ext.rollout.remote.identity import identity_of
 from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 
+RETRY_S = 5  # after which a client without a place may try again
 FLUSH_S = 0.1  # longest time that a token stays here before it is sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -78,7 +79,8 @@ class EmbeddedServer:
         """Answers one request; a client that goes away aborts it."""
         request = Request.from_json(await http.read())
         loop = asyncio.get_running_loop()
-        adding = loop.create_task(self.worker.call(self.worker.add, request, loop))
+        is_trainers = http["role"] == "control"
+        adding = loop.create_task(self.worker.call(self.worker.add, request, loop, is_trainers))
         try:
             job = await asyncio.shield(adding)
         except asyncio.CancelledError:  # the worker may still add it
@@ -222,6 +224,7 @@ def _authorized(keys: auth.Keys) -> Any:
         has_origin = "Origin" in http.headers
         refused = auth.refusal(keys, http.method, path, authorization, has_origin)
         if refused is None:
+            http["role"] = keys.role(authorization)
             return await handler(http)
         return web.Response(status=refused[0], body=auth.refusal_body(*refused))
 
@@ -230,7 +233,8 @@ def _authorized(keys: auth.Keys) -> Any:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """400 for a wrong request, 409 at a wrong time, 500 for a failure; each with the reason."""
+    """400 for a wrong request, 409 at a wrong time, 503 without a free place, 500 for a failure;
+    each with the reason."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -240,9 +244,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = 400
         reason = str(error)
     except RuntimeError as error:
-        status = 409 if isinstance(error, WrongState) else 500
+        known: dict[type[Exception], int] = {WrongState: 409, TooBusy: 503}
+        status = known.get(type(error), 500)
         reason = str(error)
-    return web.Response(status=status, body=auth.refusal_body(status, reason))
+    later = {"Retry-After": str(RETRY_S)} if status == 503 else None
+    return web.Response(status=status, body=auth.refusal_body(status, reason), headers=later)
 
 
 async def serve(server: EmbeddedServer, listening: socket.socket, keys: auth.Keys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections import Counter
@@ -19,14 +20,24 @@ from torch import Tensor
 
 from pyrl_ext.rollout.engine import AllAtOnce
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.hf.run import EngineRun
-from pyrl_ext.rollout.hf.sampling import processed_logprobs, stream_keys
+from pyrl_ext.rollout.hf.run import EngineRun, check_turn
+from pyrl_ext.rollout.hf.sampling import need_tokenizer, processed_logprobs, stream_keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request, Top
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
+
+log = logging.getLogger(__name__)
+
+# of clients that have the key for generating alone; the trainer is not limited
+MAX_BATCHES = 8  # each has a cache of all rows
+MAX_REQUESTS = 1024
 
 
 class WrongState(RuntimeError):
     """A call that comes at the wrong time."""
+
+
+class TooBusy(RuntimeError):
+    """There is no place for a request now."""
 
 
 @dataclass(eq=False)
@@ -35,6 +46,7 @@ class Job:
 
     Args:
         turn: its context; its index is the number of the request
+        is_trainers: it has the trainer's key
 
     Attributes:
         token_ids, logprobs: grow as they are sampled; a log-prob is there before its token
@@ -45,6 +57,7 @@ class Job:
     request: Request
     turn: Turn
     loop: asyncio.AbstractEventLoop
+    is_trainers: bool = True
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top: list[Top] = field(default_factory=list[Top])
@@ -81,7 +94,12 @@ class SamplingBatch(EngineRun):
     Args:
         max_tokens: longest context and response together
         counts: numbers of tokens and answers so far
+
+    Attributes:
+        is_trainers: a request of the trainer came
     """
+
+    is_trainers = False
 
     def __init__(self, engine: HFEngine, sampling: Sampling, max_tokens: int, counts: Counter[str]):
         feed = AllAtOnce([], sampling)
@@ -97,11 +115,15 @@ class SamplingBatch(EngineRun):
         self.counts = counts
 
     def put(self, job: Job) -> None:
-        """Takes a request. Raises: ValueError for one that the engine cannot answer."""
-        self.check(job.turn)
+        """Takes a request that was checked. The trainer's come before others that wait."""
         self.jobs[job.turn.index] = job
         self.counts["prompt"] += len(job.request.token_ids)
-        self.waiting.append(job.turn)
+        place = len(self.waiting)
+        if job.is_trainers:
+            self.is_trainers = True
+            waiting = enumerate(self.waiting)
+            place = next((n for n, t in waiting if not self.jobs[t.index].is_trainers), place)
+        self.waiting.insert(place, job.turn)
 
     def step(self) -> None:
         """One forward, if any request waits or runs."""
@@ -203,8 +225,15 @@ class Worker(threading.Thread):
         return await asyncio.wrap_future(future)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Run a function in this thread, without waiting for it."""
-        self._calls.put(lambda: function(*arguments))
+        """Run a function in this thread, without waiting for it; its error is logged."""
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except Exception:
+                log.exception("engine: %s failed, and other requests go on", function)
+
+        self._calls.put(run)
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
@@ -247,13 +276,23 @@ class Worker(threading.Thread):
 
     # in this thread, through `call` ---------------------------------------------------------------
 
-    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
-        """Take a request. Raises: ValueError for one that the engine cannot answer."""
+    def add(
+        self, request: Request, loop: asyncio.AbstractEventLoop, is_trainers: bool = True
+    ) -> Job:
+        """Take a request. Raises: ValueError for one that the engine cannot answer; TooBusy."""
         if self.engine.version is None:
             raise WrongState("generate: the engine has no complete weights, expected a publish")
         # requests with the same context share its forward
         prompt = Prompt(hash(request.token_ids), request.token_ids)
-        job = Job(request, Turn(prompt, next(self._numbers), 0, request.max_tokens), loop)
+        turn = Turn(prompt, next(self._numbers), 0, request.max_tokens)
+        job = Job(request, turn, loop, is_trainers)
+        need_tokenizer("generate", _sampling(request), self.engine.tokenizer)
+        check_turn(turn, self.engine.routed, self.max_tokens)
+        others = [each for each in (*self.queued, *self.busy) if not each.is_trainers]
+        if not is_trainers and len(others) >= MAX_REQUESTS:
+            raise TooBusy(
+                f"generate: {len(others)} requests wait or run, expected fewer; try later"
+            )
         if self.state == "runs":
             self._put(job)
         else:
@@ -261,19 +300,15 @@ class Worker(threading.Thread):
         return job
 
     def _put(self, job: Job) -> None:
-        request = job.request
-        greedy = request.temperature == 0
-        sampling = Sampling(
-            max_new_tokens=1,
-            temperature=1.0 if greedy else request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stop_ids=request.stop_ids,
-            stop=request.stop,
-            greedy=greedy,
-        )
+        sampling = _sampling(job.request)
         if sampling not in self.batches:  # each has a cache of all rows
             self.batches = {key: batch for key, batch in self.batches.items() if batch.jobs}
+            others = sum(not batch.is_trainers for batch in self.batches.values())
+            if not job.is_trainers and others >= MAX_BATCHES:
+                raise TooBusy(
+                    f"generate: requests with {others} other ways to sample run, expected fewer; "
+                    "try later"
+                )
             batch = SamplingBatch(self.engine, sampling, self.max_tokens, self.counts)
             self.batches[sampling] = batch
         self.batches[sampling].put(job)
@@ -319,7 +354,7 @@ class Worker(threading.Thread):
         for job in queued:
             try:
                 self._put(job)
-            except ValueError as error:
+            except TooBusy as error:
                 job.finish(error)
 
     def load(self, named: dict[str, Tensor], version: int, only: Collection[str] | None) -> None:
@@ -333,6 +368,20 @@ class Worker(threading.Thread):
         """Raises WrongState if requests may run."""
         if self.state != "paused":
             raise WrongState(f"{call}: the engine {self.state}, expected it paused")
+
+
+def _sampling(request: Request) -> Sampling:
+    """Parameters that requests of a batch have in common."""
+    greedy = request.temperature == 0
+    return Sampling(
+        max_new_tokens=1,
+        temperature=1.0 if greedy else request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_ids=request.stop_ids,
+        stop=request.stop,
+        greedy=greedy,
+    )
 
 
 def _signed(number: int) -> int:

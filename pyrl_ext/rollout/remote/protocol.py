@@ -11,7 +11,15 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AliasPath, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from pyrl_ext.parallel.ports import HEALTH as HEALTH
@@ -31,6 +39,7 @@ METRICS = "/metrics"
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}  # rollout.pause -> /pause?mode=
 MAX_BODY = 64 << 20  # of a request, and of a message of an answer [bytes]
 MAX_TOKENS = 1 << 24  # of a context
+MIN_TEMPERATURE = 1e-6
 
 Token = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -61,8 +70,15 @@ def first_fault(error: ValidationError) -> str:
     """The first wrong field of a message, and the rule that it breaks."""
     wrong = error.errors(include_url=False)[0]
     name = ".".join(map(str, wrong["loc"])) or "the message"
-    rule = wrong["msg"].removeprefix("Input should be ")
+    rule = wrong["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{name} is {str(wrong['input'])[:200]!r}, expected {rule}"
+
+
+def _no_overflow(temperature: float) -> float:
+    """Refuse a temperature that logits divided by would overflow for."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"0, or at least {MIN_TEMPERATURE:g}")
+    return temperature
 
 
 def _sampling(*path: str) -> Any:
@@ -96,7 +112,12 @@ class Request:
     ] = (0, 0, 0)
     salt: Annotated[str, Field(max_length=1000, validation_alias="cache_salt")] = ""
     routes_from: Annotated[Count, _sampling("routed_experts_prompt_start")] = 0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False), _sampling("temperature")] = 1.0
+    temperature: Annotated[
+        float,
+        Field(ge=0, allow_inf_nan=False),
+        AfterValidator(_no_overflow),
+        _sampling("temperature"),
+    ] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1), _sampling("top_p")] = 1.0
     top_k: Annotated[Count, _sampling("top_k")] = 0
     stop_ids: Annotated[tuple[Token, ...], _sampling("stop_token_ids")] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -44,17 +45,25 @@ class StagedUpdate:
         self.device = torch.device(device)
         self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
         self._started = False
+        self._lock = threading.Lock()  # an update runs in a thread
+        self._number = 0  # of starts and drops
         self._received: tuple[UpdateInfo, dict[str, Tensor]] | None = None
 
     def start(self) -> None:
         """A weight sync begins; what an earlier one left is dropped."""
-        self.drop()
-        self._started = True
+        self._forget(starts=True)
 
     def drop(self) -> None:
-        """Forget what came."""
-        self._started = False
-        self._received = None
+        """Forget what came, and what an update that still runs will bring."""
+        self._forget()
+
+    def _forget(self, starts: bool = False) -> int:
+        """Returns the number of what comes next."""
+        with self._lock:
+            self._number += 1
+            self._started = starts
+            self._received = None
+            return self._number
 
     def update(self, fields: Mapping[str, Any]) -> None:
         """Receive and verify all tensors.
@@ -66,10 +75,14 @@ class StagedUpdate:
         Communicates: every byte, once, from the trainer's ranks.
         """
         started = self._started
-        self.drop()
+        number = self._forget()
         require(started, "an update that was not started", "/start_weight_update first")
         info = UpdateInfo.parse(to_json(fields))
-        self._received = info, _receive(info, self._expected(info.only), self.device)
+        tensors = _receive(info, self._expected(info.only), self.device)
+        # the trainer that asked may have left, and another one begun
+        with self._lock:
+            require(number == self._number, "an update that was dropped", "it to be the last one")
+            self._received = info, tensors
 
     def finish(self, version: int | None = None) -> tuple[UpdateInfo, dict[str, Tensor]]:
         """The update info, and name -> tensor for the engine to load; both are dropped here.

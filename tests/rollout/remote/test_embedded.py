@@ -19,6 +19,9 @@ import torch
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.remote import embedded_worker
+from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.embedded_worker import MAX_BATCHES, TooBusy, Worker
 from pyrl_ext.rollout.remote.identity import difference, make_identity
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -289,6 +292,66 @@ async def test_wrong_calls_are_refused_with_a_reason():
             "/collective_rpc", {"method": "weight_digests", "args": [names]}
         )
         assert found == {"results": [engine.checksums(names)]}
+
+
+async def test_clients_of_the_generate_key_take_no_place_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Many ways to sample, requests that no engine takes, and many requests."""
+    engine = engine_of(MODEL, GLM, max_num_seqs=2)
+    (prompt,) = prompts_of([5], GLM["vocab_size"])
+    loop = asyncio.get_running_loop()
+    worker = Worker(engine, 100)  # its thread does not run
+
+    def asked(temperature: float, **fields: Any) -> Request:
+        return request_of(prompt, 0, replace(SAMPLING, temperature=temperature), **fields)
+
+    for wrong, says in (
+        (asked(1.5, max_tokens=500), "at most 100 tokens"),
+        (replace(asked(1.5), stop=("a",)), "without a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            worker.add(wrong, loop, is_trainers=False)
+    assert not worker.batches
+    first = [worker.add(asked(1 + n / 100), loop, is_trainers=False) for n in range(MAX_BATCHES)]
+    with pytest.raises(TooBusy, match=f"{MAX_BATCHES} other ways to sample"):
+        worker.add(asked(2.0), loop, is_trainers=False)
+    worker.add(asked(3.0), loop, is_trainers=True)
+    assert len(worker.batches) == MAX_BATCHES + 1
+    shared = worker.batches[next(s for s in worker.batches if s.temperature == 1.0)]
+    own = [worker.add(asked(1.0), loop, is_trainers=True) for _ in range(2)]
+    assert [turn.index for turn in shared.waiting] == [j.turn.index for j in (*own, first[0])]
+    monkeypatch.setattr(embedded_worker, "MAX_REQUESTS", MAX_BATCHES)
+    with pytest.raises(TooBusy, match=f"{MAX_BATCHES} requests wait or run"):
+        worker.add(asked(1.0), loop, is_trainers=False)
+    worker.abort(first)
+    assert worker.add(asked(1.0), loop, is_trainers=False)
+
+
+async def test_a_client_without_a_place_is_told_when_to_try_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded_worker, "MAX_REQUESTS", 0)
+    keys = Keys("g" * 32, "c" * 32)
+    (prompt,) = prompts_of([5], GLM["vocab_size"])
+    found = {}
+    async with served(engine_of(MODEL, GLM), keys=keys) as client:
+        for key in (keys.generate, keys.control):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = request_of(prompt, 0).to_json()
+            async with client.http.post(client.url + GENERATE, json=body, headers=headers) as reply:
+                found[key] = reply.status, reply.headers.get("Retry-After"), await reply.text()
+    assert found[keys.generate][:2] == (503, "5") and "try later" in found[keys.generate][2]
+    assert found[keys.control][:2] == (200, None)
+
+
+async def test_the_engine_goes_on_after_a_call_that_fails(caplog: pytest.LogCaptureFixture):
+    def planted() -> None:
+        raise RuntimeError("planted")
+
+    (prompt,) = prompts_of([5], GLM["vocab_size"])
+    async with served(engine_of(MODEL, GLM)) as client:
+        client.server.worker.post(planted)
+        assert (await client.generate(request_of(prompt, 0))).token_ids
+    assert "planted" in caplog.text and "other requests go on" in caplog.text
 
 
 async def test_weights_that_make_nan_end_requests_with_an_error():

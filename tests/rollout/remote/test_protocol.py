@@ -29,7 +29,7 @@ def requests(draw: st.DrawFn, max_tokens: int | None = None) -> Request:
         random_stream=(draw(INT64), draw(INT64), draw(INT64)),
         salt=draw(st.text(max_size=5)),
         routes_from=draw(st.integers(0, len(context))),
-        temperature=draw(st.floats(0, 10)),
+        temperature=draw(st.just(0.0) | st.floats(1e-6, 10)),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
         top_k=draw(st.integers(0, 50)),
         stop_ids=draw(TOKENS),
@@ -199,7 +199,14 @@ def test_request_refuses_a_missing_field(name: str):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0), ("top_k", 1.5), ("stop", [""])],
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", 1e-320),
+        ("top_p", 0),
+        ("top_k", 1.5),
+        ("stop", [""]),
+    ],
 )
 def test_request_refuses_sampling(name: str, value: object):
     body = REQUEST.to_json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -330,6 +331,30 @@ def test_staged_update_keeps_its_order():
             staged.start()
             with pytest.raises(TransferError, match="'another'"):
                 staged.update(infos[0] | {"only": ["another"]})
+
+
+def test_an_update_that_ends_late_brings_nothing():
+    """Of a trainer that left, while the next one's update is there already."""
+    staged = StagedUpdate(SHAPES)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        transfer(1) as (late, late_infos),
+        transfer(1) as (sending, infos),
+    ):
+        staged.start()
+        stale = pool.submit(staged.update, late_infos[0])
+        end = time.monotonic() + DEADLINE
+        while staged._started:  # until it receives
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        staged.start()
+        came = pool.submit(staged.update, infos[0])
+        sending.send(weights(1))
+        came.result()
+        late.send(weights(2))
+        with pytest.raises(TransferError, match="an update that was dropped"):
+            stale.result()
+    assert same(staged.finish(7)[1], 1)
 
 
 def test_update_ends_when_the_trainer_is_silent():
