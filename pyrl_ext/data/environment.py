@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 from pyrl_ext.data.rewards import finite
@@ -20,6 +21,7 @@ from pyrl_ext.parallel.user_code import describe, load_callable, shown
 from pyrl_ext.plan.schema.turns import ENVIRONMENTS, NamedEnvironment
 from pyrl_ext.prompt import Prompt
 
+MOST_IDS = 2**22  # of an observation that is read: contexts are far shorter
 _SHOWN = 200  # characters of a value in a message
 
 
@@ -193,8 +195,13 @@ def read_observation(value: Any) -> Observation | None:
 def _token_ids(value: Any) -> list[int]:
     values = value.tolist() if hasattr(value, "tolist") else value
     is_sequence = isinstance(values, Sequence) and not isinstance(values, bytes)
-    ids = [int(x) for x in values if _is_whole(x)] if is_sequence else []
-    if not is_sequence or len(ids) < len(values):
+    size = len(values) if is_sequence else 0
+    if size > MOST_IDS:
+        text = f"returned an observation of {size} token ids, expected at most {MOST_IDS}"
+        raise CallFailed("observation", text)
+    # no longer than it says
+    ids = [int(x) for x in islice(values, size + 1) if _is_whole(x)] if is_sequence else []
+    if not is_sequence or len(ids) != size:
         rule = "text, a sequence of token ids, or Context(tokens)"
         text = f"returned the observation {shown(value, _SHOWN)}, expected {rule}"
         raise CallFailed("result", text)

@@ -80,6 +80,7 @@ class SftEncoder:
         text = render(messages, self.tokenizer, generate=False)
         if not self.truncate:
             check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
+        self._check_kept(messages, text)
         tokens, mask = tokens_of_chat(messages, self.tokenizer)
         check_known(text, tokens, self.tokenizer)
         rows, placed = place(self.reader, tokens, images_of(messages))
@@ -91,6 +92,24 @@ class SftEncoder:
         if late := [n for n, image in enumerate(placed) if image.row >= first]:
             raise Broken(f"image {late[0]} after the first answer begins", "images before it")
         return np.array(rows, dtype=np.int64), mask, placed
+
+    def _check_kept(self, messages: list[Any], text: str) -> None:
+        """Refuse fields of messages that would be left out without a word. Raises: Broken."""
+        assert self.tokenizer is not None
+        for turn, message in enumerate(messages):
+            if message.get("weight", 1) != 1:
+                raise Broken(
+                    f"messages[{turn}] with weight {message['weight']}",
+                    "none: all turns of the assistant are trained on. Write `tokens` and "
+                    "`loss_mask` to leave some out",
+                )
+            if message.get("tool_calls"):
+                plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+                if render(plain, self.tokenizer, generate=False) == text:
+                    raise Broken(
+                        f"messages[{turn}] with tool_calls, which the chat template leaves out",
+                        "content with the call as text, or a template that writes tool_calls",
+                    )
 
     def _of_tokens(
         self, record: dict[str, Any]

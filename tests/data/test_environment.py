@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pyrl_ext.data.environment import (
+    Context,
     EnvironmentHost,
     StepResult,
     load_environment,
@@ -59,6 +61,32 @@ def test_read_step_refuses_with_a_reason(value: Any, reason: str, message: str):
         read_step(value)
     assert caught.value.reason == reason and reason in REASONS
     assert any(part in str(caught.value) for part in message.split("|"))
+
+
+class Endless(Sequence[int]):
+    """Says that it has one token id, and gives others for ever."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: Any) -> Any:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (
+            range(10**9),
+            f"returned an observation of 1000000000 token ids, expected at most {2**22}",
+        ),
+        (Endless(), "expected text, a sequence of token ids, or Context(tokens)"),
+    ],
+)
+def test_read_observation_reads_no_more_than_a_context_may_have(observation: Any, message: str):
+    for value in (observation, Context(observation)):
+        with pytest.raises(CallFailed, match=re.escape(message)):
+            read_observation(value)
 
 
 def appended(observation: Any) -> list[int]:

@@ -64,6 +64,14 @@ BROKEN = [
         {"messages": [*CHAT["messages"], {"role": "user", "content": "caf\u00e9"}]},
         "character '\u00e9' (U+00E9) in '<|user|>ab<|assistant|>xyz<eos>",
     ),
+    (
+        {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "weight": 0}]},
+        "messages[1] with weight 0, expected none: all turns of the assistant are trained on",
+    ),
+    (
+        {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "tool_calls": [{"id": "a"}]}]},
+        "messages[1] with tool_calls, which the chat template leaves out, expected content with",
+    ),
     ({"tokens": [1, 2]}, "tokens without loss_mask, expected a loss_mask of 1 for tokens to"),
     ({"tokens": [1, 2], "loss_mask": [1]}, "2 tokens and 1 of loss_mask, expected equal numbers"),
     (tokens(3, 128), "tokens[1] is 128, expected 0 to 127, a token of the model"),
