@@ -93,8 +93,9 @@ class JsonlSink:
             ) from error
         self._last_step = row["step"]
 
-    def rewind(self, step: int) -> None:
-        """Drop rows of ``step`` and later, in one atomic replacement of the file."""
+    def rewind(self, step: int) -> int:
+        """Drop rows of ``step`` and later, in one atomic replacement of the file; returns the
+        number of rows that are left."""
         rows, _ = _parse(self.path)
         kept = [row for row in rows if row["step"] < step]
         if len(kept) < len(rows):
@@ -102,6 +103,7 @@ class JsonlSink:
             self._rewrite(kept)
             self._file = self.path.open("a", encoding="utf-8")
         self._last_step = kept[-1]["step"] if kept else -1.0
+        return len(kept)
 
     def _rewrite(self, rows: list[dict[str, float]]) -> None:
         with replacing(self.path) as partial:

@@ -153,7 +153,13 @@ class RunFolder:
             self._record_change(change)
         write_text(self.path / "plan.json", self.plan.to_json())
         lines = JsonlSink(self.path / "metrics.jsonl")
-        lines.rewind(policy.step)
+        rows = lines.rewind(policy.step)
+        if newest is not None and rows < policy.step:
+            print(
+                f"{lines.path}: {rows} rows before step {policy.step}, expected one a step: the "
+                "others are lost, and the run's report goes without them",
+                flush=True,
+            )
         self.sinks = [lines]
         if self.plan.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.path / "tensorboard", policy.step))

@@ -59,7 +59,7 @@ def test_rewind_drops_later_steps(tmp_path):
         sink.write({"step": step, "loss": math.nan})
     sink.close()
     sink = JsonlSink(path)
-    sink.rewind(4)
+    assert sink.rewind(4) == 4
     sink.write({"step": 4, "loss": 4.5})
     sink.close()
     rows = read_rows(path)

@@ -29,8 +29,16 @@ def test_resume_takes_the_older_checkpoint_when_the_newest_has_no_counters(three
     out = capsys.readouterr().out
     assert "step-3 has no counters.json: not whole, skipped" in out
     assert f"resuming from {copy}/checkpoints/step-2 (step 2 of 3)" in out
+    assert "rows before step" not in out
     assert numbers(copy) == numbers(three)
     assert (copy / "checkpoints/step-3/counters.json").exists()
+
+
+def test_resume_says_that_metrics_are_gone(copy, capsys):
+    (copy / "metrics.jsonl").write_text("")
+    assert run(copy, "steps=3") == 0
+    said = f"{copy}/metrics.jsonl: 0 rows before step 3, expected one a step: the others are lost"
+    assert said in capsys.readouterr().out
 
 
 def test_check_refuses_to_start_over_unless_resume_is_never(three, copy, capsys):

@@ -172,7 +172,7 @@ class Rollout(Servers):
     """longest response [tokens]"""
     stop: list[Text] = Field(default=[])
     """a response that holds one of these texts ends with the token that completes it"""
-    oversample: Annotated[float, Field(ge=1)] = 1.0
+    oversample: Annotated[float, Field(ge=1, le=32)] = 1.0
     """prompts asked for each one trained on; the slowest are aborted, which favors short answers"""
     max_num_seqs: Positive | None = None
     """sequences that an engine runs at a time; null: 128 for hf, 1024 for vllm"""
