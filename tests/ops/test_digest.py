@@ -214,10 +214,10 @@ def triton_equals_reference() -> None:
     module.SMALL = 2**18
     triton._pieces.cache_clear()
     triton.digests_kernel.run = counted
-    experts = [random((768, 64), torch.bfloat16, seed) for seed in range(64)]
+    experts = [random((300, 128), torch.bfloat16, seed) for seed in range(8)]
     with use_backend("triton"):
         assert digests(experts).sums.tolist() == [signed(digest(expert)) for expert in experts]
-    assert programs == [64 * 2]  # one launch, whatever their number
+    assert programs == [8 * 2]  # one launch, whatever their number
 
 
 def signed(number: int) -> int:
