@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ALIGNMENT = 64  # of a tensor in a bucket [bytes]
@@ -143,6 +144,33 @@ def cut(
         end = aligned(end) + size
     if held:
         yield Bucket.of(held)
+
+
+def from_one_rank(
+    layout: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    tensors: Mapping[str, Tensor],
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors of one rank on all ranks of a group, in memory that is not filled again.
+
+    Args:
+        layout: (name, dtype, shape) of all of them, the same on every rank
+        tensors: on rank ``source``; empty on the others
+
+    Communicates: a broadcast for every bucket of at most ``bucket_bytes``, or one larger tensor.
+    """
+    for bucket in cut(layout, bucket_bytes):
+        buffer = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
+        views = bucket.views(buffer)
+        for name, view in views.items():
+            if name in tensors:
+                view.copy_(tensors[name])
+        if bucket.bytes:
+            dist.broadcast(buffer, source, group=group)
+        yield from views.items()
 
 
 def names_here(named: Named, names: Iterable[str]) -> list[str]:

@@ -176,10 +176,10 @@ def many() -> list[Tensor]:
     tensors += [random((6, 10), torch.float32).T, random((65,), torch.bfloat16)[1:]]
     bad = [(torch.inf, torch.float32), (torch.nan, torch.bfloat16), (-torch.inf, torch.float16)]
     for number, dtype in (*bad, (torch.nan, torch.float64)):
-        for width in (4, 5):
+        for width, place in ((4, 0), (4, 11), (5, 14)):  # either half of a word, and a word
             tensors.append(torch.ones(3, width, dtype=dtype))
             tensors.append(tensors[-1].clone())
-            tensors[-1][2, width - 1] = number
+            tensors[-1].view(-1)[place] = number
     return tensors
 
 

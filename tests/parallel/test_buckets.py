@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream, KeptBuckets, buckets_of
+from pyrl_ext.parallel import buckets
+from pyrl_ext.parallel.buckets import (
+    Allocate,
+    Bucket,
+    BucketStream,
+    KeptBuckets,
+    buckets_of,
+    cut,
+    from_one_rank,
+)
+from tests.helpers.ranks import run_ranks
 
 SHAPES = {f"w{i}": (3, 5 + i) for i in range(9)}
 
@@ -89,3 +102,37 @@ def test_KeptBuckets_reads_the_whole_stream_where_it_fails(monkeypatch: pytest.M
     with pytest.raises(MemoryError):
         kept.take(stream, SHAPES)
     assert stream.read == len(SHAPES)
+
+
+MIXED = {
+    "a": torch.arange(15.0).view(3, 5),
+    "none": torch.zeros(0, 4, dtype=torch.bfloat16),
+    "b": torch.arange(7, dtype=torch.bfloat16),
+    "large": torch.arange(100.0),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_cut_fills_buckets_up_to_their_size():
+    layout = [(name, t.dtype, t.shape) for name, t in MIXED.items()]
+    names = [[slot.name for slot in bucket.slots] for bucket in cut(layout, 128)]
+    assert names == [["a", "none", "b"], ["large"], ["flags"]]
+    assert [bucket.bytes for bucket in cut(layout, 128)] == [78, 400, 2]
+    assert len([*cut(layout, 2**20)]) == 1 and not [*cut([], 128)]
+
+
+def hand_on(group: Any) -> tuple[dict[str, Tensor], int]:
+    """The tensors that a rank gets from rank 1, and the number of broadcasts."""
+    layout = [(name, t.dtype, tuple(t.shape)) for name, t in MIXED.items()]
+    own = MIXED if dist.get_rank() == 1 else {}
+    with patch.object(buckets.dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        found = dict(from_one_rank(layout, own, 1, group, "cpu", 128))
+    return {name: tensor.clone() for name, tensor in found.items()}, broadcast.call_count
+
+
+@pytest.mark.multiprocess
+def test_from_one_rank_gives_all_ranks_its_tensors_in_buckets():
+    for found, broadcasts in run_ranks(hand_on, 3):
+        assert [*found] == [*MIXED] and broadcasts == 3
+        for name, tensor in found.items():
+            assert tensor.dtype == MIXED[name].dtype and torch.equal(tensor, MIXED[name])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import (
@@ -25,7 +24,7 @@ from vllm.model_executor.model_loader.reload import inplace
 
 from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.ops.tensors import on_gpu
-from pyrl_ext.parallel.buckets import cut
+from pyrl_ext.parallel.buckets import from_one_rank
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.weight_protocol import TransferError
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
@@ -130,14 +129,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
                 yield name, tensor.to(self.device)
             return
         group = world.device_group if on_gpu(self.device) else world.cpu_group
-        for bucket in cut(layout, BUCKET_BYTES):
-            buffer = torch.empty(bucket.bytes, dtype=torch.uint8, device=self.device)
-            views = bucket.views(buffer)
-            for name, view in views.items():
-                if name in tensors:  # on the first worker alone
-                    view.copy_(tensors[name])
-            dist.broadcast(buffer, world.ranks[0], group=group)
-            yield from views.items()
+        yield from from_one_rank(layout, tensors, world.ranks[0], group, self.device, BUCKET_BYTES)
 
     def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
         inplace.reload_weights(self.vllm_config, self.model, weights_iterator, None, True)
