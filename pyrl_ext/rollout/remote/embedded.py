@@ -50,9 +50,11 @@ class EmbeddedServer:
         self.staged = StagedUpdate(engine.shapes(), engine.device)
         self.jobs: set[Job] = set()
         self._updates = asyncio.Lock()
+        self._keys = auth.Keys()
 
     def application(self, keys: auth.Keys) -> web.Application:
         """The server, which asks for keys."""
+        self._keys = keys
         app = web.Application(
             client_max_size=protocol.MAX_BODY, middlewares=[_authorized(keys), _errors]
         )
@@ -79,7 +81,7 @@ class EmbeddedServer:
         """Answers one request; a client that goes away aborts it."""
         request = Request.from_json(await http.read())
         loop = asyncio.get_running_loop()
-        is_trainers = http["role"] == "control"
+        is_trainers = self._keys.role(http.headers.get("Authorization", "")) == "control"
         adding = loop.create_task(self.worker.call(self.worker.add, request, loop, is_trainers))
         try:
             job = await asyncio.shield(adding)
@@ -224,7 +226,6 @@ def _authorized(keys: auth.Keys) -> Any:
         has_origin = "Origin" in http.headers
         refused = auth.refusal(keys, http.method, path, authorization, has_origin)
         if refused is None:
-            http["role"] = keys.role(authorization)
             return await handler(http)
         return web.Response(status=refused[0], body=auth.refusal_body(*refused))
 

@@ -447,6 +447,21 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
         assert engines[1].asked
 
 
+def test_engine_trusts_no_weights_whose_digests_differ(engines: list[HttpEngine]):
+    """The check runs while servers generate; what it finds is raised before samples are used."""
+
+    def differ() -> None:
+        raise RuntimeError("1 of 16 tensors differ in the engine")
+
+    with loaded(engines) as engine:
+        engine.verify_weights(lambda: None)
+        assert not engine.samples_stale()
+        engine.load_weights([], 2)
+        engine.verify_weights(differ)
+        with pytest.raises(RuntimeError, match="1 of 16 tensors differ in the engine"):
+            engine.samples_stale()
+
+
 def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]):
     """A server that was lost waits for a publish of all tensors."""
     with loaded(engines) as engine:
