@@ -103,13 +103,13 @@ class SftEncoder:
                     "none: all turns of the assistant are trained on. Write `tokens` and "
                     "`loss_mask` to leave some out",
                 )
-            if message.get("tool_calls"):
-                plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
-                if render(plain, self.tokenizer, generate=False) == text:
-                    raise Broken(
-                        f"messages[{turn}] with tool_calls, which the chat template leaves out",
-                        "content with the call as text, or a template that writes tool_calls",
-                    )
+        calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
+        plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+        if calls and render(plain, self.tokenizer, generate=False) == text:
+            raise Broken(
+                f"messages[{calls[0]}] with tool_calls, which the chat template leaves out",
+                "content with the call as text, or a template that writes tool_calls",
+            )
 
     def _of_tokens(
         self, record: dict[str, Any]

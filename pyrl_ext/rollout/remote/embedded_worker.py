@@ -121,8 +121,8 @@ class SamplingBatch(EngineRun):
         place = len(self.waiting)
         if job.is_trainers:
             self.is_trainers = True
-            waiting = enumerate(self.waiting)
-            place = next((n for n, t in waiting if not self.jobs[t.index].is_trainers), place)
+            while place and not self.jobs[self.waiting[place - 1].index].is_trainers:
+                place -= 1
         self.waiting.insert(place, job.turn)
 
     def step(self) -> None:
@@ -288,11 +288,10 @@ class Worker(threading.Thread):
         job = Job(request, turn, loop, is_trainers)
         need_tokenizer("generate", _sampling(request), self.engine.tokenizer)
         check_turn(turn, self.engine.routed, self.max_tokens)
-        others = [each for each in (*self.queued, *self.busy) if not each.is_trainers]
-        if not is_trainers and len(others) >= MAX_REQUESTS:
-            raise TooBusy(
-                f"generate: {len(others)} requests wait or run, expected fewer; try later"
-            )
+        if not is_trainers:
+            others = sum(not each.is_trainers for each in (*self.queued, *self.busy))
+            if others >= MAX_REQUESTS:
+                raise TooBusy(f"generate: {others} requests wait or run, expected fewer; try later")
         if self.state == "runs":
             self._put(job)
         else:
