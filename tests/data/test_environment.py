@@ -64,7 +64,7 @@ def test_read_step_refuses_with_a_reason(value: Any, reason: str, message: str):
 
 
 class Endless(Sequence[int]):
-    """Says that it has one token id, and gives others for ever."""
+    """A sequence whose length is 1 and whose iteration never ends."""
 
     def __len__(self) -> int:
         return 1

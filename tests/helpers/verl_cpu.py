@@ -210,7 +210,7 @@ def new_batch(lengths: Sequence[int], layers: int, seed: int = 0, **settings: An
 
 
 def loss_of(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
-    """Of log-probs and entropies at the tokens whose next one is of the response."""
+    """The loss: log-probs and entropies at the tokens that precede a token of the response."""
     mask = data["loss_mask"].values().roll(-1)
     logprob, entropy = (model_output[name].values() for name in ("log_probs", "entropy"))
     return -(logprob + 0.1 * entropy)[mask].mean(), {}

@@ -165,7 +165,7 @@ def splitmix64(x: Tensor) -> Tensor:
 
 
 class Digests(NamedTuple):
-    """Of several tensors, on their device.
+    """Digests of several tensors, on the tensors' device.
 
     Args:
         sums:   [n] int64, `digest` of each, as a signed number.
@@ -244,7 +244,7 @@ class DigestLog:
             self.flush()
 
     def flush(self) -> None:
-        """Take the digests of tensors that were added, and let go of them."""
+        """Compute the digests of the added tensors, and drop the tensors."""
         devices: dict[torch.device, list[str]] = {}
         for name, tensor in self._waiting.items():
             devices.setdefault(tensor.device, []).append(name)

@@ -61,7 +61,7 @@ CASES = EQUAL | {"glm": GLM_FLASH, "several": SEVERAL_UNPACKED, "unrouted": UNRO
 
 
 class Outcome(NamedTuple):
-    """Of one rank.
+    """The results of one rank.
 
     Args:
         metrics: SkyRL's, of each microbatch.
@@ -119,7 +119,8 @@ def outcome(case: Case) -> Outcome:
 
 
 def error_of_setup(case: Case) -> str:
-    """What SkyRL's function raises, called outside a schedule, whose other rank would wait."""
+    """The error of SkyRL's function, called without a schedule, in which the other rank would
+    wait."""
     from skyrl.backends.skyrl_train.utils import replay_utils
 
     (chunk, *_) = built(case)
@@ -172,8 +173,8 @@ def test_1392_virtual_stages_replay(on_two_ranks: list[Outcomes]):
 
 
 def test_layers_are_not_shifted_by_a_router_that_predicts_further(on_two_ranks: list[Outcomes]):
-    """GLM-4.7-Flash has as many routers, one of them for MTP, as decoder layers, one of them dense:
-    SkyRL takes the columns in order."""
+    """GLM-4.7-Flash has 47 decoder layers, of which one is dense, and 47 routers, of which one is
+    for MTP. SkyRL assigns the columns in order."""
     for found in on_two_ranks:
         shifted = [text for text in wrong(found, "glm", "theirs") if "tokens had" in text]
         assert shifted == [f"layer {i}: tokens had their experts in [0, 0] of 2" for i in (1, 2)]

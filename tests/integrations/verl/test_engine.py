@@ -199,7 +199,7 @@ def unpacked(ours):
 
 
 def queue(ours):
-    """What nobody recomputes is kept all the same, by microbatch."""
+    """verl keeps the routes of every microbatch, although nothing is recomputed."""
     engine, batch = replayed()
     probe = Probe(engine)
     run(engine, batch)

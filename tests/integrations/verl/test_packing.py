@@ -25,7 +25,7 @@ def same_params(ours, theirs):
 
 
 def gradients(output, source):
-    """Of a sum of outputs weighted by their places."""
+    """Gradients of a sum of outputs, each weighted by its position."""
     weights = torch.arange(1.0, output.numel() + 1).view(output.shape) / output.numel()
     (grad,) = torch.autograd.grad((output * weights).sum(), source)
     return grad

@@ -334,7 +334,7 @@ def test_staged_update_keeps_its_order():
 
 
 def test_an_update_that_ends_late_brings_nothing():
-    """Of a trainer that left, while the next one's update is there already."""
+    """A trainer left; its update ends after the next trainer's update has arrived."""
     staged = StagedUpdate(SHAPES)
     with (
         ThreadPoolExecutor(2) as pool,
