@@ -8,7 +8,9 @@ pages run at a time, those of `LONG` before the others. A page that names a run 
 
 Commands after ``--first`` run one after the other before all pages. With
 ``--until S`` (seconds since 1970) pages begin no command after S, so that a slow machine ends in
-time; what is left out is listed at the end.
+time; what is left out is listed at the end. With ``--end S`` a command that still runs then is
+ended by SIGABRT, on which pytest's processes print the stacks of their threads, and the run has
+failed.
 
 ``--extras without`` leaves out the targets of the Makefile that first install vLLM,
 TransformerEngine or wandb; ``--extras with`` runs those alone.
@@ -26,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -33,6 +36,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
 FIRST = "--first"  # the page of commands that run before the others
+STACKS_S = 10  # in which processes that are ended print their stacks
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
 # what the Makefile calls the installation of vLLM, TransformerEngine, wandb, verl, SkyRL and mkdocs
@@ -135,11 +139,13 @@ class Run:
         waiting: page -> its commands.
         after: page -> those that end before it begins.
         until: when pages other than `FIRST` begin no command any more [seconds since 1970].
+        end: when a command that still runs is ended [seconds since 1970].
     """
 
     waiting: dict[str, list[str]]
     after: dict[str, set[str]]
     until: float = float("inf")
+    end: float = float("inf")
     lock: threading.Condition = field(default_factory=threading.Condition)
     ended: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
@@ -185,7 +191,7 @@ class Run:
             )
             with self.lock:
                 self.running.add(process)
-            code = process.wait()
+            code = self.wait(process)
             with self.lock:
                 self.running.discard(process)
                 took = time.monotonic() - start
@@ -199,6 +205,19 @@ class Run:
                     for other in self.running:
                         os.killpg(other.pid, signal.SIGTERM)
 
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit status; that of SIGABRT for a command that runs at `end`."""
+        if self.end == float("inf"):
+            return process.wait()
+        try:
+            return process.wait(max(0.0, self.end - time.time()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(STACKS_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the commands of README and docs.")
@@ -206,6 +225,7 @@ def main() -> int:
     parser.add_argument("--first", nargs="*", default=[], help="commands to begin with")
     parser.add_argument("--extras", choices=["with", "without"], help="only a part")
     parser.add_argument("--until", type=float, help="when no page begins a command any more")
+    parser.add_argument("--end", type=float, help="when a command that still runs is ended")
     options = parser.parse_args()
     texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
     found = commands(texts)
@@ -220,6 +240,8 @@ def main() -> int:
     run = Run(chosen, {page: after[page] for page in chosen})
     if options.until is not None:
         run.until = options.until
+    if options.end is not None:
+        run.end = options.end
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
     for lane in lanes:
         lane.start()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 import tomllib
@@ -368,6 +370,15 @@ def test_Run_of_the_commands_leaves_out_all_but_the_first_when_its_time_is_over(
     run.lane()
     assert [path.name for path in tmp_path.iterdir()] == ["tested"]
     assert run.left_out == [f"touch {tmp_path}/trained"] and not run.failed
+
+
+def test_Run_of_the_commands_ends_what_hangs_and_shows_where(capfd: pytest.CaptureFixture[str]):
+    hangs = f"{sys.executable} -X faulthandler -c 'import time; time.sleep({DEADLINE})'"
+    run = Run({FIRST: [hangs, "echo never"]}, {FIRST: set()}, end=time.time() + 3)
+    run.lane()
+    assert run.failed == [f"{hangs}: exit status {-signal.SIGABRT}"]
+    said = capfd.readouterr().out
+    assert "Fatal Python error: Aborted" in said and "<string>" in said and "never" not in said
 
 
 def test_docs_index_lists_every_page():

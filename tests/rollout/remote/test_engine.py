@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -25,7 +24,7 @@ from pyrl_ext.rollout.remote.protocol import encode_routes
 from pyrl_ext.rollout.remote.weight_sync import Publisher
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
-from tests.helpers.deadline import DEADLINE
+from tests.helpers.deadline import DEADLINE, until
 from tests.helpers.http_engine import (
     EXPERTS,
     LAYERS,
@@ -267,16 +266,15 @@ def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpE
     with loaded(engines) as engine:
 
         def generate(seed: int) -> None:
-            sampling = Sampling(40, samples_per_prompt=2, seed=seed)
+            sampling = Sampling(120, samples_per_prompt=2, seed=seed)
             found[seed] = engine.generate(PROMPTS, sampling)
 
         threads = [threading.Thread(target=generate, args=(seed,)) for seed in (5, 6)]
         for thread in threads:
             thread.start()
         for version in (2, 3):
-            before = sum(each.generated for each in engines)
-            while sum(each.generated for each in engines) < before + 300:
-                time.sleep(0.005)
+            wanted = sum(each.generated for each in engines) + 300
+            until(lambda wanted=wanted: sum(each.generated for each in engines) >= wanted)
             engine.load_weights([], version)
         metrics = engine.metrics()
         ends = ("returned", "aborted", "failed", "in_flight")
@@ -306,8 +304,8 @@ def test_engine_gives_up_what_a_closed_stream_asked_for(engines: list[HttpEngine
     with loaded(engines) as engine:
         with closing(engine.stream(PROMPTS, Sampling(2, samples_per_prompt=1, seed=5))) as stream:
             samples = [next(stream)]
-        while any(each.running for each in engines):
-            time.sleep(0.01)
+        until(lambda: not any(each.running for each in engines))
+        engines[1].seconds = 0.0
         engine.load_weights([], 2)
         metrics = engine.metrics()
         assert metrics["servers/prompts_returned"] + metrics["servers/prompts_aborted"] == 8
@@ -325,8 +323,7 @@ def test_engine_takes_answers_of_servers_that_have_new_weights_before_others(
     with loaded(engines, OneByOne()) as engine:
         with ThreadPoolExecutor(1) as pool:
             came = pool.submit(engine.generate, PROMPTS, sampling)
-            while sum(each.generated for each in engines) < 200:
-                time.sleep(0.005)
+            until(lambda: sum(each.generated for each in engines) >= 200)
             engine.load_weights([], 2)
             samples = came.result()
         metrics = engine.metrics()
@@ -370,8 +367,7 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
         each.seconds = 0.2
     with loaded(engines) as engine, ThreadPoolExecutor(1) as pool:
         came = pool.submit(engine.generate, PROMPTS, Sampling(1000, seed=5))
-        while not any(each.running for each in engines):
-            time.sleep(0.005)
+        until(lambda: any(each.running for each in engines))
         engine.close()
         with pytest.raises(RuntimeError, match="closed, expected no open streams"):
             came.result(DEADLINE)
@@ -384,8 +380,7 @@ def test_engine_blames_no_server_for_the_end_of_its_connections(
     with over(engines, Slow(), keep=KeptBuckets(1 << 10)) as engine:
         for version in (1, 2):
             engine.load_weights([("a", torch.ones(2))], version)
-        while not engines[0].controls["/slow"]:
-            time.sleep(0.005)
+        until(lambda: engines[0].controls["/slow"])
     assert not capsys.readouterr().err
 
 
@@ -439,8 +434,7 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
             assert_right(sample)
         assert not engines[1].asked
         reasons.clear()
-        while not engine.router.states[1].there:
-            time.sleep(0.05)
+        until(lambda: engine.router.states[1].there)
         engine.load_weights([], 3)
         assert engine.metrics()["servers/used"] == 2
         engine.generate(PROMPTS, SAMPLING)
@@ -466,8 +460,7 @@ def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]
     """A server that was lost waits for a publish of all tensors."""
     with loaded(engines) as engine:
         engine.run(lost(engine))
-        while not engine.router.states[1].there:
-            time.sleep(0.05)
+        until(lambda: engine.router.states[1].there)
         for version, only, used in ((2, ["a"], False), (3, ["a"], False), (4, None, True)):
             engine.load_weights([], version, only)
             assert [state.used for state in engine.router.states] == [True, used]

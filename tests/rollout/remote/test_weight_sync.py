@@ -26,7 +26,7 @@ from pyrl_ext.rollout.remote.identity import (
 )
 from pyrl_ext.rollout.remote.protocol import Partial, Request
 from pyrl_ext.samples import Sample
-from tests.helpers.deadline import DEADLINE
+from tests.helpers.deadline import DEADLINE, until
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
@@ -113,8 +113,7 @@ def test_publish_pauses_what_runs(pause: str):
             asyncio.run_coroutine_threadsafe(one.servers[0].generate(request, part), one.loop)
             for request, part in zip(requests, parts, strict=True)
         ]
-        while not all(len(part.token_ids) > 3 for part in parts):
-            pass
+        until(lambda: all(len(part.token_ids) > 3 for part in parts))
         done = one.publish(SECOND, 2, pause=pause)
         assert done.failed == {}
         answers = [each.result(DEADLINE) for each in running]
