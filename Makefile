@@ -9,8 +9,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob divergence \
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# a process that a hanging test has ended is not started again: it would hang in the same test
-TWO    := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
+TWO    := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help build demo demo-vl demo-lora demo-async demo-smollm check test test-fast test-slow test-vllm test-te \
         test-verl test-skyrl parity bench gpu docs

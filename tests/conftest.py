@@ -30,6 +30,16 @@ SLOW_UNTIL = float(os.environ.get("PYRL_SLOW_UNTIL", "inf"))
 LONGEST = ("test_train.py", "test_checkpoint.py", "test_logprob_head.py", "test_policy.py")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Start no worker of pytest-xdist again that a test ended after `faulthandler_timeout`.
+
+    It would begin with the same test, and hang in it until CI ends.
+    """
+    if hasattr(config.option, "maxworkerrestart"):
+        config.option.maxworkerrestart = "0"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slowest: two workers take whole files, and neither is to wait at the end."""
     order = {name: place for place, name in enumerate(LONGEST)}
