@@ -53,6 +53,7 @@ MODELS: dict[str, str | dict[str, Any]] = {
     **{"Qwen3-Next-80B-A3B": "qwen3_next_80b", "Qwen3.5-35B-A3B": QWEN35_35B},
     "Nemotron-3-Nano-30B-A3B": "nemotron3_nano",
     **{"Llama-3.1-8B": "llama31_8b", "Mixtral-8x7B": "mixtral_8x7b"},
+    "Qwen2.5-7B": "qwen25_7b",
 }
 SMALLER = {
     **{"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},

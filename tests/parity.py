@@ -28,7 +28,7 @@ from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import lora, passes
 from tests.helpers.deadline import DEADLINE
-from tests.helpers.models import LLAMA, MIXTRAL
+from tests.helpers.models import LLAMA, MIXTRAL, QWEN2
 from tests.helpers.nccl_rules import mark
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
@@ -124,6 +124,8 @@ MODELS = {
     # positions beyond the original context; experts in every layer
     "llama": Model("tiny_qwen3", overrides=("model.family=llama", "replay=off"), instead=LLAMA),
     "mixtral": Model("tiny_qwen3", overrides=("model.family=mixtral",), instead=MIXTRAL),
+    # biases of query, key and value
+    "qwen2": Model("tiny_qwen3", overrides=("model.family=qwen2", "replay=off"), instead=QWEN2),
     # matrices stepped by Muon
     "glm muon": Model("tiny", overrides=(BIAS, *MUON)),
     "qwen muon": Model("tiny_qwen3", overrides=MUON),
@@ -224,7 +226,7 @@ LAYOUTS = {
         *_layouts("tp2\ncp2\npp2 vpp2", "qwen next mtp"),
         *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
-        *_layouts("tp2\ncp2\npp2 vpp2", "llama"),
+        *_layouts("tp2\ncp2\npp2 vpp2", "llama", "qwen2"),
         *_layouts("tp2 ep2 etp1\ncp2\npp2 first:1\ndp2 ep2 dynamic:2", "mixtral"),
         *_layouts("tp2 ep2 etp1\npp2 first:1", "mixtral lora"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES, MAMBA),

@@ -66,11 +66,11 @@ def test_ci_runs_what_needs_no_extras_before_it_installs_them():
     assert [line for line in lines if re.match(r"make |\.venv/", line)] == [
         "make build .venv/.browser",
         ".venv/bin/python -m tests.readme --extras without --until $((start + 3900))"
-        " --first 'make check' 'make test' 'make parity' \"$SLOW\"",
+        " --end $((start + 4800)) --first 'make check' 'make test' 'make parity' \"$SLOW\"",
         ".venv/bin/python -m tests.readme --extras with --print",  # on a slow machine
         "make .venv/.vllm .venv/te .venv/wandb .venv/verl .venv/skyrl .venv/.docs",
         ".venv/bin/python -m tests.readme --extras with --until $((start + 4200))"
-        " --first 'make test-vllm' 'make test-te'",
+        " --end $((start + 4800)) --first 'make test-vllm' 'make test-te'",
     ]
 
 

@@ -55,6 +55,7 @@ VARIATIONS = {
     "every third sparse": ("qwen3_30b", {"decoder_sparse_step": 3}),
     "dense, tied, biases": ("qwen3_8b", {"tie_word_embeddings": True, "attention_bias": True}),
     "llama, tied": ("llama31_8b", {"tie_word_embeddings": True}),
+    "qwen2, tied": ("qwen25_7b", {"tie_word_embeddings": True}),
     "wide heads": ("mixtral_8x7b", {"head_dim": 160}),
 }
 LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
@@ -65,6 +66,7 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "qwen3_8b": ("head_dim",),
     "llama31_8b": ("num_key_value_heads", "rope_scaling", "mlp_bias"),
     "mixtral_8x7b": ("num_key_value_heads", "rope_theta"),
+    "qwen25_7b": ("rope_theta", "sliding_window"),
 }
 FEWER = {"num_hidden_layers": 4}
 COUNTED = (
@@ -134,6 +136,7 @@ LLAMA |= {"rope_scaling": LLAMA["rope_scaling"] | {"original_max_position_embedd
 SMOLLM = without(LLAMA, "rope_scaling") | {"tie_word_embeddings": True, "rope_theta": 1e5}
 SMOLLM |= {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72}
 MIXTRAL = MODELS["mixtral_8x7b"] | SMALL | {"num_hidden_layers": 3, "intermediate_size": 40}
+QWEN2 = MODELS["qwen25_7b"] | SMALL
 TRAINED = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, yarn by its defaults": DEEPSEEK
@@ -155,6 +158,9 @@ TRAINED = {
     "llama, as SmolLM2": SMOLLM,
     "llama, a key/value head each": without(LLAMA, "num_key_value_heads"),
     "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen2, tied, three heads a group": QWEN2
+    | {"num_attention_heads": 6, "hidden_size": 72, "tie_word_embeddings": True},
     "mixtral, three experts a token": MIXTRAL | {"num_experts_per_tok": 3, "head_dim": 32},
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }

@@ -30,6 +30,7 @@ from tests.helpers.models import (
     MODELS,
     MOONLIGHT,
     NEMOTRON,
+    QWEN2,
     QWEN3_SMALL,
     QWEN35,
     QWEN35_DENSE,
@@ -67,6 +68,7 @@ def test_parameters_are_those_of_transformers(hf):
         ("qwen3_8b", 8.2, 1),
         ("llama31_8b", 8.03, 2),
         ("mixtral_8x7b", 46.7, 1),
+        ("qwen25_7b", 7.62, 2),
     ],
 )
 def test_parameters_have_the_published_totals(model, billions, digits):
@@ -90,6 +92,7 @@ def test_parameters_have_the_published_totals(model, billions, digits):
             "llama3 with low_freq_factor None",
         ),
         ("mixtral_8x7b", {"num_experts_per_tok": 9}, "at most num_local_experts 8"),
+        ("qwen25_7b", {"attention_bias": False}, "every qwen2 model has biases"),
     ],
 )
 def test_contradictions_name_the_sizes(model, changes, words):
@@ -117,6 +120,10 @@ def test_contradictions_name_the_sizes(model, changes, words):
         ("llama31_8b", {"mlp_bias": True}, "mlp_bias is true"),
         ("mixtral_8x7b", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("qwen25_7b", {}, None),
+        ("qwen25_7b", {"use_sliding_window": True}, "use_sliding_window is true"),
+        ("qwen25_7b", {"layer_types": ["sliding_attention"] * 28}, "layer_types has sliding_att"),
+        ("qwen25_7b", {"layer_types": ["full_attention"] * 28}, None),
     ],
 )
 def test_unsupported_names_what_the_trainer_cannot_run(model, changes, words):
@@ -165,7 +172,7 @@ def negative_logprobs(logprobs, _entropy, fields):
     return -logprobs[fields.loss_mask].sum(), fields.loss_mask.sum(), {}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, as SmolLM2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama, as SmolLM2", "mixtral", "qwen2"])
 def test_gradients_are_those_of_transformers(tmp_path, name):
     """In float64, with transformers' names of checkpoints for its own gradients."""
     write_model(tmp_path, TRAINED[name])
@@ -205,7 +212,7 @@ def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
 
 STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35, "nemotron_h": NEMOTRON}
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
-SEVERAL |= {"llama": LLAMA, "smollm": SMOLLM, "mixtral": MIXTRAL}
+SEVERAL |= {"llama": LLAMA, "smollm": SMOLLM, "mixtral": MIXTRAL, "qwen2": QWEN2}
 
 ENGINES = SEVERAL | STATES | {"mixed": changed(MIXED), "raw": changed({"norm_topk_prob": False})}
 
@@ -257,6 +264,8 @@ def test_Policy_of_every_layout_equals_one_process(tmp_path):
         "tp2 beyond the original context": ("llama", "parallel.tp=2"),
         "cp2 beyond the original context": ("llama", "parallel.cp=2"),
         "pp2 of smollm": ("smollm", "parallel.pp=2"),
+        "tp2 of qwen2": ("qwen2", "parallel.tp=2"),
+        "cp2 of qwen2": ("qwen2", "parallel.cp=2"),
         "tp2 ep2 of mixtral": ("mixtral", "parallel.tp=2", "parallel.ep=2", "parallel.etp=1"),
         "pp2 of mixtral": (
             "mixtral",

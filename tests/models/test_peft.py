@@ -23,6 +23,7 @@ from tests.helpers.models import (
     LLAMA,
     MIXTRAL,
     MOONLIGHT,
+    QWEN2,
     QWEN3_SMALL,
     exact_logprobs,
     plan_of,
@@ -42,6 +43,7 @@ CASES = {  # model, overrides
     "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",)),
     "Qwen3-8B": (QWEN3_SMALL, ()),
     "Llama": (LLAMA, ()),
+    "Qwen2": (QWEN2, ()),
     "Mixtral": (MIXTRAL, ("lora.expert_rank=8",)),
     "Mixtral, shared": (MIXTRAL, ("lora.experts=shared_outer",)),
 }

@@ -33,6 +33,7 @@ REPOSITORIES = {
     "mixtral_8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
     "nemotron3_nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "qwen25_7b": "Qwen/Qwen2.5-7B-Instruct",
     "qwen3_30b": "Qwen/Qwen3-30B-A3B-Thinking-2507",
     "qwen3_next_80b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "qwen3_vl_30b": "Qwen/Qwen3-VL-30B-A3B-Instruct",

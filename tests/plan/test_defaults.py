@@ -47,9 +47,10 @@ def test_compile_plan_takes_a_model_from_one_folder(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "family"), [("llama31_8b", "llama"), ("mixtral_8x7b", "mixtral")]
+    ("sizes", "family"),
+    [("llama31_8b", "llama"), ("mixtral_8x7b", "mixtral"), ("qwen25_7b", "qwen2")],
 )
-def test_compile_plan_takes_llama_and_mixtral_from_a_folder(folder: Path, sizes: str, family: str):
+def test_compile_plan_takes_families_from_a_folder(folder: Path, sizes: str, family: str):
     (folder / "model/config.json").write_text(json.dumps(hf_of(sizes)))
     found = model_of(folder / "first.yaml", "replay=off")
     assert found == (family, "model/config.json", "model", "model")

@@ -9,6 +9,7 @@ from pyrl_ext.plan.model.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, Ki
 from pyrl_ext.plan.model.families.glm4_moe import Glm4Moe
 from pyrl_ext.plan.model.families.llama import Llama, Mixtral
 from pyrl_ext.plan.model.families.nemotron_h import NemotronH
+from pyrl_ext.plan.model.families.qwen2 import Qwen2
 from pyrl_ext.plan.model.families.qwen3 import Qwen3, Qwen3Moe, Qwen3VlMoe
 from pyrl_ext.plan.model.families.qwen3_next import (
     Qwen3Next,
@@ -27,6 +28,7 @@ FAMILIES: dict[str, type[ModelSizes]] = {
     "llama": Llama,
     "mixtral": Mixtral,
     "nemotron_h": NemotronH,
+    "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_5": Qwen35Vision,
     "qwen3_5_moe": Qwen35MoeVision,

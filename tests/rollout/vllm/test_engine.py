@@ -429,7 +429,12 @@ MIXTRAL = DENSE | {
     **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "tie_word_embeddings": False,
 }
-OTHERS = [DEEPSEEK, GLM, DENSE, LLAMA, MIXTRAL]
+QWEN2 = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 128,  # heads of 32
+}
+OTHERS = [DEEPSEEK, GLM, DENSE, LLAMA, MIXTRAL, QWEN2]
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda c: c["model_type"])

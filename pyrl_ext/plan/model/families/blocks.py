@@ -82,6 +82,24 @@ class GroupedQuery(ModelSizes):
         return [*rows, _output(layer, hidden, heads[0] * width)]
 
 
+class Windowed(GroupedQuery):
+    """Attention that a config may limit to a window of the latest tokens, which is not built."""
+
+    use_sliding_window: bool = False
+    attention_kinds: Annotated[
+        tuple[str, ...] | None, Field(strict=False, validation_alias="layer_types")
+    ] = None
+
+    def unsupported(self) -> list[str]:
+        found = super().unsupported()
+        whole = "every layer attends to whole sequences"
+        if self.use_sliding_window:
+            found.append(f"use_sliding_window is true; {whole}")
+        elif "sliding_attention" in (self.attention_kinds or ()):
+            found.append(f"layer_types has sliding_attention; {whole}")
+        return found
+
+
 class PartlyRotated(GroupedQuery):
     """Attention that rotates a part of each query and key head by position."""
 

@@ -8,23 +8,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
-from pyrl_ext.plan.model.families.blocks import GroupedQuery
+from pyrl_ext.plan.model.families.blocks import Windowed
 from pyrl_ext.plan.model.families.vision import VisionLanguage
 from pyrl_ext.plan.model.sizes import Sparse
 from pyrl_ext.plan.model.towers import TowerKind
 
 
-class Qwen3(GroupedQuery):
+class Qwen3(Windowed):
     """HF ``Qwen3``: dense."""
 
     head_dim: Positive | None = 128
-    use_sliding_window: bool = False
-
-    def unsupported(self) -> list[str]:
-        found = super().unsupported()
-        if self.use_sliding_window:
-            found.append("use_sliding_window is true; every layer attends to whole sequences")
-        return found
 
 
 class Qwen3Moe(Sparse, Qwen3):
