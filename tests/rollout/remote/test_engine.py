@@ -266,7 +266,7 @@ def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpE
     with loaded(engines) as engine:
 
         def generate(seed: int) -> None:
-            sampling = Sampling(120, samples_per_prompt=2, seed=seed)
+            sampling = Sampling(300, samples_per_prompt=2, seed=seed)
             found[seed] = engine.generate(PROMPTS, sampling)
 
         threads = [threading.Thread(target=generate, args=(seed,)) for seed in (5, 6)]
@@ -280,6 +280,8 @@ def test_engine_keeps_several_streams_open_through_a_publish(engines: list[HttpE
         ends = ("returned", "aborted", "failed", "in_flight")
         counts = {end: metrics.get(f"servers/prompts_{end}", 0) for end in ends}
         assert counts["in_flight"] == sum(counts.values()) == metrics["servers/prompts_asked"]
+        for each in engines:
+            each.seconds = 0.0
         for thread in threads:
             thread.join()
         engine.load_weights([], 4)
