@@ -356,3 +356,22 @@ class Sparse(ModelSizes):
     num_experts: Positive = Field()
     topk: Positive = Field(alias="num_experts_per_tok")
     moe_intermediate_size: Positive = Field()
+    scoring_func: str | None = None
+
+    router_scores: ClassVar[str] = "softmax"
+    """The function by which routers score experts."""
+
+    def unsupported(self) -> list[str]:
+        found = super().unsupported()
+        if self.scoring_func not in (None, self.router_scores):
+            found.append(
+                f"scoring_func is {self.scoring_func}; its routers score experts by "
+                f"{self.router_scores}"
+            )
+        return found
+
+    def megatron_config(self) -> dict[str, Any]:
+        config = super().megatron_config()
+        if not self.router_layers:
+            return config
+        return config | {"moe_router_score_function": self.router_scores}

@@ -248,7 +248,9 @@ class SigmoidRouted(Sparse):
     routed_scaling_factor: Annotated[float, Field(gt=0)]
     norm_topk_prob: bool = True
     first_k_dense_replace: Count | None = None
+    topk_method: str | None = None
 
+    router_scores: ClassVar[str] = "sigmoid"
     has_router_bias = True
     default_dense_layers: ClassVar[int] = 1
     """Leading dense layers where ``first_k_dense_replace`` is not set."""
@@ -290,6 +292,8 @@ class SigmoidRouted(Sparse):
                 f"norm_topk_prob is {str(self.norm_topk_prob).lower()} with num_experts_per_tok "
                 f"{self.topk}; the weights of several experts are normalized, that of one is not"
             )
+        if self.topk_method not in (None, "noaux_tc"):
+            found.append(f"topk_method is {self.topk_method}; experts are chosen by score and bias")
         if self.is_group_limited and self.topk // self.topk_group != 2:
             found.append(
                 f"num_experts_per_tok {self.topk} with topk_group {self.topk_group}; groups are "
@@ -307,7 +311,6 @@ class SigmoidRouted(Sparse):
                 "moe_router_group_topk": self.topk_group,
             }
         return config | {
-            "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": self.routed_scaling_factor,
         }

@@ -96,7 +96,4 @@ class Mixtral(Sparse, Llama):
 
     def megatron_config(self) -> dict[str, Any]:
         # normalizing the chosen experts' probabilities is the softmax of their logits alone
-        return super().megatron_config() | {
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": False,
-        }
+        return super().megatron_config() | {"moe_router_pre_softmax": False}

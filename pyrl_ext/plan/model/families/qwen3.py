@@ -53,11 +53,8 @@ class Qwen3Moe(Sparse, Qwen3):
         return found
 
     def megatron_config(self) -> dict[str, Any]:
-        return super().megatron_config() | {
-            "moe_router_score_function": "softmax",
-            # normalizing the chosen experts' probabilities is the softmax of their logits alone
-            "moe_router_pre_softmax": not self.norm_topk_prob,
-        }
+        # normalizing the chosen experts' probabilities is the softmax of their logits alone
+        return super().megatron_config() | {"moe_router_pre_softmax": not self.norm_topk_prob}
 
 
 class QwenVision(VisionLanguage):
