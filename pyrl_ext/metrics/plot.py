@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyrl_ext.metrics.history import RunHistory, aim
+from pyrl_ext.parallel.atomic_write import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +56,7 @@ def plot(runs: Sequence[RunHistory], path: str | Path) -> None:
 
     Args:
         runs: at least one; each has a colour.
-        path: of the PNG; its folder exists.
+        path: of the PNG; its folder exists. A link is replaced, not followed.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -78,7 +79,8 @@ def plot(runs: Sequence[RunHistory], path: str | Path) -> None:
         for panel in panels[-(len(panels) // 2) :]:
             panel.set_xlabel("step")
             panel.xaxis.get_major_locator().set_params(integer=True)
-        figure.savefig(path)
+        with replacing(Path(path)) as partial:
+            figure.savefig(partial, format=Path(path).suffix[1:] or None)
 
 
 def _draw_curve(

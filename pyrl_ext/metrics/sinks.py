@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
-from pyrl_ext.parallel.atomic_write import replacing
+from pyrl_ext.parallel.atomic_write import no_link, replacing
 
 Row = Mapping[str, float]
 MOST_STEPS = 2**53  # the page's numbers have no larger integers
@@ -52,7 +52,10 @@ class JsonlSink:
         if self.path.exists():
             rows = self._repair()
             self._last_step = rows[-1]["step"] if rows else -1.0
-        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._file = self._open()
+
+    def _open(self) -> IO[str]:
+        return open(self.path, "a", encoding="utf-8", opener=no_link)
 
     def _repair(self) -> list[dict[str, float]]:
         rows, torn = _parse(self.path)
@@ -101,7 +104,7 @@ class JsonlSink:
         if len(kept) < len(rows):
             self._file.close()
             self._rewrite(kept)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self._open()
         self._last_step = kept[-1]["step"] if kept else -1.0
         return len(kept)
 

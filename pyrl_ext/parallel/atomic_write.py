@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -35,6 +36,7 @@ def replacing(path: Path) -> Generator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)  # somebody's link
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())  # or a power failure could leave the new name without contents
@@ -59,6 +61,21 @@ def write_text(path: Path, text: str) -> None:
             return
     with replacing(path) as partial:
         partial.write_bytes(text.encode())
+
+
+def no_link(name: str, flags: int) -> int:
+    """The opener of files that are kept: appended to, or locked.
+
+    Raises: OSError where the file is a symbolic link: whoever may write to the folder could let it
+        name any file of this user.
+    """
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        why = "a symbolic link, expected a file. Remove the link"
+        raise OSError(errno.ELOOP, why, name) from error
 
 
 # Locks -------------------------------------------------------------------------------------------
@@ -109,7 +126,7 @@ def _own(folder: Path) -> Generator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / "lock").open("ab", buffering=0))
+            file = stack.enter_context(open(folder / "lock", "ab", buffering=0, opener=no_link))
             _lock(file.fileno(), folder)
             if last := lock_owner(folder):
                 print(f"run folder {folder}: the last start ({last}) was killed", flush=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.atomic_write import no_link
 from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
@@ -145,7 +146,7 @@ def evaluate(plan: Plan, saved: Path | None, out: Path) -> dict[str, Evaluation]
             "evaluate": plan.evaluate.model_dump(mode="json"),
             "sets": {name: result.to_json() for name, result in results.items()},
         }
-        with (out / RESULTS).open("a") as file:
+        with open(out / RESULTS, "a", opener=no_link) as file:
             file.write(json.dumps(row) + "\n")
         return results
 

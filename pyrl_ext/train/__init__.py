@@ -4,8 +4,12 @@ A config that does not hold is refused in a second, before torch is imported.
 """
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from pyrl_ext.parallel.launch import launched, refuse
 from pyrl_ext.plan import Plan
@@ -28,9 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(problem)
     if problem := ranks_problem(plan, ranks or 1):
         return refuse(f"{options.config}: {problem}")
-    from pyrl_ext.train.loop import start  # brings torch and megatron-core
+    with _sigterm_said():
+        from pyrl_ext.train.loop import start  # brings torch and megatron-core
 
-    return start(plan)
+        return start(plan)
+
+
+@contextmanager
+def _sigterm_said() -> Generator[None]:
+    """Say that SIGTERM ended the process, where nothing in the block handles the signal."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        print(
+            "pyrl_ext.train: ended by SIGTERM before the first step or after the last one",
+            file=sys.stderr,
+            flush=True,
+        )
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse_arguments(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from pyrl_ext.parallel.atomic_write import no_link
 from pyrl_ext.parallel.ports import absence_at, process_on
 from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.plan.command import parse_plan, plan_parser
@@ -49,7 +50,7 @@ class Watched:
         from pyrl_ext.rollout.remote.commands import PARENT
 
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with open(self.log, "ab", opener=no_link) as output:
             self.process = subprocess.Popen(
                 [*self.command.arguments],
                 stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pyrl_ext.parallel.atomic_write import no_link
 from pyrl_ext.parallel.waiting import announced
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
 from pyrl_ext.rollout.process.sender import Kind, Readable, ReaderLost, Sender, recv, send
@@ -60,7 +61,7 @@ class ProcessEngine(Engine):
         self._sender = Sender(transport, bucket_bytes, readers, device)
         self._connection, theirs = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with open(self.log, "ab", opener=no_link) as output:
             self._log_start = output.tell()  # an earlier run in this folder wrote what is before
             numbers = (os.getpid(), theirs.fileno())
             self.process = subprocess.Popen(
