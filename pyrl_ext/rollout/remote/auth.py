@@ -11,10 +11,11 @@ import hmac
 import ipaddress
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pyrl_ext.rollout.remote import protocol
 
@@ -128,16 +129,20 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(
-    keys: Keys, method: str, path: str, authorization: str, has_origin: bool
+    keys: Keys, method: str, path: str, headers: Mapping[str, str]
 ) -> tuple[int, str] | None:
     """Status and reason of a refused request; None: it is served.
 
     Args:
         path: as the client wrote it, without the query
-        has_origin: a page in a browser sent it
+        headers: by their names in lower case
     """
     expected_method, needed = TABLE.get(path, ("", "control"))
-    role = keys.role(authorization)
+    role = keys.role(headers.get("authorization", ""))
+    host = headers.get("host", "localhost")
+    if keys.control is None and not is_loopback(_without_port(host)):
+        # a page whose name's owner has it point here reads what it gets: no Origin tells it
+        return 403, f"the request is for host {host} without keys, expected a loopback address"
     if role == "nobody" and needed != "nobody":
         return 401, "no valid key, expected one in the Authorization header"
     if not expected_method:
@@ -146,9 +151,17 @@ def refusal(
         return 403, "the key for generating does not open this path"
     if method != expected_method:
         return 405, f"{method}, expected {expected_method}"
-    if has_origin:
+    if "origin" in headers:
         return 403, "the request comes from a web page, expected a trainer"
     return None
+
+
+def _without_port(host: str) -> str:
+    """The name in a Host header; of an IPv6 address without its brackets."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def refusal_body(status: int, reason: str) -> bytes:
@@ -184,6 +197,6 @@ class Auth:
             return 403, f"reached over {host} without keys, expected a loopback address"
         raw = scope.get("raw_path", b"").decode("latin-1").partition("?")[0]
         path = raw if raw == scope["path"] and not scope.get("root_path") else ""
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        authorization = headers.get(b"authorization", b"").decode("latin-1")
-        return refusal(self.keys, scope["method"], path, authorization, b"origin" in headers)
+        decoded = ((name.decode("latin-1"), value) for name, value in scope["headers"])
+        headers = {name.lower(): value.decode("latin-1") for name, value in decoded}
+        return refusal(self.keys, scope["method"], path, headers)

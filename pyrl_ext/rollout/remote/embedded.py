@@ -222,9 +222,7 @@ def _authorized(keys: auth.Keys) -> Any:
     @web.middleware
     async def authorized(http: web.Request, handler: Handler) -> web.StreamResponse:
         path = http.raw_path.partition("?")[0]
-        authorization = http.headers.get("Authorization", "")
-        has_origin = "Origin" in http.headers
-        refused = auth.refusal(keys, http.method, path, authorization, has_origin)
+        refused = auth.refusal(keys, http.method, path, http.headers)
         if refused is None:
             return await handler(http)
         return web.Response(status=refused[0], body=auth.refusal_body(*refused))

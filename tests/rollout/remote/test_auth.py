@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote import auth
+from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.auth import TABLE, Auth, Keys, server_keys
 from pyrl_ext.rollout.remote.protocol import GENERATE, HEALTH
 from tests.helpers.engines import GLM, checkpoint, random_model
@@ -101,6 +101,33 @@ def test_asgi_auth_without_keys_serves_loopback_alone(monkeypatch: pytest.Monkey
     assert asgi("/invocations", "nobody") == 403
     assert asgi(GENERATE, "nobody", server=("10.0.0.1", 8000)) == 403
     assert asgi(HEALTH, "nobody", server=None) == 403
+
+
+HOSTS = {
+    **dict.fromkeys(("localhost:8000", "LOCALHOST", "127.0.0.1", "127.1.2.3:80", "[::1]:80"), True),
+    **dict.fromkeys(("evil.example:8000", "10.0.0.1", "127.0.0.1.evil.example", ""), False),
+    **dict.fromkeys(("[::1", "localhost.evil.example"), False),
+}
+
+
+@pytest.mark.parametrize("path", [HEALTH, protocol.METRICS, GENERATE])
+def test_without_keys_no_host_but_loopback_is_served(path: str, monkeypatch: pytest.MonkeyPatch):
+    """A name whose owner has it point to this machine, asked for by a page of that name."""
+    monkeypatch.delenv(auth.KEYS_VARIABLE, raising=False)
+    for host, serves in HOSTS.items():
+        status = asgi(path, "nobody", headers=[(b"Host", host.encode())])
+        assert status == (200 if serves else 403), host
+    keys = Keys("g" * 32, "c" * 32)
+    headers = {"host": "gpu-17:8000", "authorization": f"Bearer {keys.control}"}
+    assert auth.refusal(keys, TABLE[path][0], path, headers) is None
+
+
+async def test_a_server_without_keys_refuses_a_foreign_host():
+    async with served(HFEngine(GLM)) as client:
+        for host, status in (("localhost", 200), ("evil.example", 403)):
+            headers = {"Host": host}
+            async with client.http.get(client.url + HEALTH, headers=headers) as reply:
+                assert reply.status == status
 
 
 def test_keys_are_needed_beyond_loopback(tmp_path: Path):
