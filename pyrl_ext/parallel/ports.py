@@ -7,12 +7,29 @@ import os
 import socket
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, RemoteDisconnected
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import psutil
 
 HEALTH = "/health"  # needs no key
 ANSWER_S = 5.0  # limit of an answer
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def is_own(header: str, host: str) -> bool:
+    """True if a ``Host`` header names a server on ``host``, and not a name of another site that
+    was made to lead here, whose scripts could then read what it answers."""
+    if host in EVERY_ADDRESS:
+        return True
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        if name in ("localhost", host.lower()):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

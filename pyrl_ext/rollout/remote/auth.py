@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
+from pyrl_ext.parallel.ports import is_own
 from pyrl_ext.rollout.remote import protocol
 
 KEYS_VARIABLE = "PYRL_SERVER_KEYS"  # the folder; empty: none
@@ -140,9 +140,8 @@ def refusal(
     expected_method, needed = TABLE.get(path, ("", "control"))
     role = keys.role(headers.get("authorization", ""))
     host = headers.get("host", "localhost")
-    if keys.control is None and not is_loopback(_without_port(host)):
-        # a page whose name's owner has it point here reads what it gets: no Origin tells it
-        return 403, f"the request is for host {host} without keys, expected a loopback address"
+    if keys.control is None and not is_own(host, "localhost"):  # its GETs carry no Origin
+        return 403, f"the request is for host {host} without keys, expected localhost or an address"
     if role == "nobody" and needed != "nobody":
         return 401, "no valid key, expected one in the Authorization header"
     if not expected_method:
@@ -154,14 +153,6 @@ def refusal(
     if "origin" in headers:
         return 403, "the request comes from a web page, expected a trainer"
     return None
-
-
-def _without_port(host: str) -> str:
-    """The name in a Host header; of an IPv6 address without its brackets."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def refusal_body(status: int, reason: str) -> bytes:

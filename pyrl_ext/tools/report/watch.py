@@ -7,18 +7,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from pyrl_ext.parallel.ports import family_of, process_on
+from pyrl_ext.parallel.ports import family_of, is_own, process_on
 from pyrl_ext.tools.report.evaluations import RESULTS
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
 
 FILES = ("metrics.jsonl", "plan.json", "plan_changes.jsonl", "error.txt", "lock", RESULTS)
-EVERY_ADDRESS = ("0.0.0.0", "::")
 RETRY_S = 2  # until a browser asks again for the page of a run without a step
 
 
@@ -133,18 +130,3 @@ def _server(page: WatchedPage, host: str, port: int) -> ThreadingHTTPServer:
             """Requests are not logged."""
 
     return Server((host, port), Handler)
-
-
-def is_own(header: str, host: str) -> bool:
-    """True if a ``Host`` header names a server on ``host``, and not a name of another site that
-    was made to lead here, whose scripts could then read the page."""
-    if host in EVERY_ADDRESS:
-        return True
-    try:
-        name = urlsplit(f"//{header}").hostname or ""
-        if name in ("localhost", host.lower()):
-            return True
-        ip_address(name)
-    except ValueError:
-        return False
-    return True

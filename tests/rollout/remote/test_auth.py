@@ -105,7 +105,7 @@ def test_asgi_auth_without_keys_serves_loopback_alone(monkeypatch: pytest.Monkey
 
 HOSTS = {
     **dict.fromkeys(("localhost:8000", "LOCALHOST", "127.0.0.1", "127.1.2.3:80", "[::1]:80"), True),
-    **dict.fromkeys(("evil.example:8000", "10.0.0.1", "127.0.0.1.evil.example", ""), False),
+    **dict.fromkeys(("evil.example:8000", "127.0.0.1.evil.example", ""), False),
     **dict.fromkeys(("[::1", "localhost.evil.example"), False),
 }
 
