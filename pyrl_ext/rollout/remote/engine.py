@@ -73,6 +73,7 @@ class ServersEngine(Engine):
         self.group = group
         self.version: int | None = None
         self._streams: set[Stream] = set()
+        self._closed = False
         # prompts; guarded, as are the streams
         self._ended = Counter[str]()
         self._asked = 0
@@ -168,6 +169,7 @@ class ServersEngine(Engine):
         """Closes all connections; the servers go on."""
         if self._thread.is_alive():
             with self._lock:
+                self._closed = True
                 for stream in self._streams:
                     stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
             self.run(self.router.close())
@@ -187,10 +189,12 @@ class ServersEngine(Engine):
         require_weights(where, self.version, "no weights were sent yet")
         if sampling.sampling_mask:
             raise ValueError(f"{where}: kept sets, expected none: servers do not return them")
-        stream = Stream(self.loop, self.router)
         is_open = True
         fate = "aborted"
         with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{where}: the engine is closed, expected an open one")
+            stream = Stream(self.loop, self.router)
             self._streams.add(stream)
         try:
             while stream.left or is_open:

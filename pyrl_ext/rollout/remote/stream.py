@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from select import POLLIN, poll
@@ -41,7 +42,8 @@ class Stream:
         self._done: deque[tuple[int, Parts | Exception]] = deque()
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._lock = threading.Lock()
+        self._closed = False  # guarded: nothing writes to a file of that number afterwards
 
     def send(self, asked: Sequence[tuple[Turn, Request]]) -> None:
         """Ask for these turns."""
@@ -66,9 +68,10 @@ class Stream:
         self._put(number, result)
 
     def _put(self, number: int, result: Parts | Exception) -> None:
-        if not self._closed:
-            self._done.append((number, result))
-            os.eventfd_write(self._file, 1)
+        with self._lock:
+            if not self._closed:
+                self._done.append((number, result))
+                os.eventfd_write(self._file, 1)
 
     def wait(self, other: int | None) -> None:
         """Return when a response is there, or the file ``other`` can be read."""
@@ -94,15 +97,16 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         """Have `taken` raise an error."""
-        self.loop.call_soon_threadsafe(self._put, -1, error)
+        self._put(-1, error)
 
     def close(self) -> None:
         """Give up what still runs; servers see its connections close."""
-        self.loop.call_soon_threadsafe(self._close)
+        with self._lock:
+            self._closed = True
+            os.close(self._file)
+        self.loop.call_soon_threadsafe(self._give_up)  # never runs once the engine is closed
 
-    def _close(self) -> None:
-        self._closed = True
+    def _give_up(self) -> None:
         for task in self._tasks:
             task.cancel()
         self.router.forget([(id(self), prompt) for prompt in self.prompts])
-        os.close(self._file)

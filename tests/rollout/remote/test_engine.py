@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -373,6 +374,26 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
         engine.close()
         with pytest.raises(RuntimeError, match="closed, expected no open streams"):
             came.result(DEADLINE)
+
+
+def open_events() -> int:
+    """Number of eventfds that this process holds."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and "eventfd" in os.readlink(link) for link in links)
+
+
+def test_engine_opens_no_stream_when_it_is_closed(engines: list[HttpEngine]):
+    """A stream that ends after the engine leaves no open file."""
+    before = open_events()
+    with loaded(engines) as engine:
+        stream = engine.stream(PROMPTS, SAMPLING)
+        next(stream)
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed, expected no open streams"):
+            list(stream)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            engine.generate(PROMPTS, SAMPLING)
+    assert open_events() == before
 
 
 def test_engine_blames_no_server_for_the_end_of_its_connections(
