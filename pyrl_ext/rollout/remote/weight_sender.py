@@ -11,6 +11,7 @@ theirs.
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
@@ -43,6 +44,8 @@ from pyrl_ext.rollout.remote.weight_protocol import (
     require,
 )
 
+NO_FILE = (errno.EMFILE, errno.ENFILE)
+ACCEPT_AGAIN_S = 0.1
 BROADCAST_SHARE = 0.25  # of the limit, in which an engine of a broadcast has to take some bytes
 
 
@@ -301,14 +304,18 @@ class Transfer:
     # connections ---------------------------------------------------------------------------------
 
     def _accept(self, door: socket.socket) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 connection, _ = door.accept()
-                threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
-        except OSError as error:  # such as too many open files
-            for link in self._links:
-                if link.socket is None:
-                    link.fail(f"could not connect: the trainer's accept failed ({error})")
+            except OSError as error:
+                if error.errno in NO_FILE:  # strangers may hold them, which are soon closed
+                    time.sleep(ACCEPT_AGAIN_S)
+                    continue
+                for link in self._links:
+                    if link.socket is None:
+                        link.fail(f"could not connect: the trainer's accept failed ({error})")
+                return
+            threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
 
     def _meet(self, connection: socket.socket) -> None:
         """Lets in an engine that sends its key; closes any other connection."""

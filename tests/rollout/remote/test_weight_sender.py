@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -233,10 +235,10 @@ def test_route_refuses_other_fields(change: dict[str, Any]):
         BroadcastRoute.parse(json.dumps(MEMBER | change).encode())
 
 
-def joined(info: dict[str, Any]) -> socket.socket:
+def joined(info: dict[str, Any], connection: socket.socket | None = None) -> socket.socket:
     """A connection that sent its key and reads nothing more."""
     (sender,) = info["senders"]
-    connection = socket.socket()
+    connection = connection or socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((sender["host"], sender["port"]))
     connection.settimeout(DEADLINE)
@@ -269,6 +271,31 @@ def test_send_says_that_the_trainer_took_no_connection():
         sending.send(weights())
     assert sending.failed.keys() == {engine_at(0), engine_at(1)}
     assert all("the trainer's accept failed" in why for why in sending.failed.values())
+
+
+def test_send_waits_for_an_open_file():
+    """Strangers may hold all that the trainer may open, until they are turned away."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = list[int]()
+    with transfer(2) as (sending, infos), socket.socket() as one, socket.socket() as two:
+        met = [link.met for link in sending._links]
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            joined(infos[0], one)  # a wait in accept has a file already
+            assert met[0].wait(DEADLINE)
+            joined(infos[1], two)
+            assert not met[1].wait(0.5)
+            while held:
+                os.close(held.pop())
+            assert met[1].wait(DEADLINE) and not sending.failed
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in held:
+                os.close(number)
 
 
 def test_update_names_what_the_trainer_did_not_send():
