@@ -169,7 +169,7 @@ def test_calls_fail_if_no_other_worker_can_start(
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         try:
-            found, counts = scored(reward, ["linger", end])
+            found, counts = scored(reward, ["wait", end])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         after, _ = scored(reward, ["linger"])

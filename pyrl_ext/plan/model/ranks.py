@@ -88,12 +88,14 @@ class Grid:
         """Name -> every group of that kind, as rising ranks; kinds of one rank are left out."""
         found = {}
         for name, axes in GROUPS.items():
-            kind: dict[int, tuple[int, ...]] = {}
+            kind: list[tuple[int, ...]] = []
+            seen: set[int] = set()
             for rank in self.ranks:
-                if rank not in kind:
-                    kind |= dict.fromkeys(group := self.group(rank, axes), group)
-            if len(kind[self.first]) > 1:
-                found[name] = tuple(dict.fromkeys(kind.values()))
+                if rank not in seen:
+                    kind.append(self.group(rank, axes))
+                    seen.update(kind[-1])
+            if len(kind[0]) > 1:
+                found[name] = tuple(kind)
         return found
 
 
