@@ -13,6 +13,7 @@ from pyrl_ext.metrics.history import load_run
 from pyrl_ext.metrics.plot import plot
 from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.parallel.atomic_write import locked
+from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.train.serve import Watched
 
@@ -26,8 +27,12 @@ def lock(folder: Path) -> None:
         pass
 
 
+def no_engine() -> Engine:
+    raise AssertionError("expected no process")
+
+
 def start_engine(folder: Path) -> None:
-    ProcessEngine(dict, (), transport="shm", log=folder / "engine-0.log")
+    ProcessEngine(no_engine, (), transport="shm", log=folder / "engine-0.log")
 
 
 def start_server(folder: Path) -> None:
