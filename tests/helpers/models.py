@@ -66,7 +66,7 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "qwen3_8b": ("head_dim",),
     "llama31_8b": ("num_key_value_heads", "rope_scaling", "mlp_bias"),
     "mixtral_8x7b": ("num_key_value_heads", "rope_theta"),
-    "qwen25_7b": ("rope_theta", "sliding_window"),
+    "qwen25_7b": ("num_key_value_heads", "rope_theta", "sliding_window"),
 }
 FEWER = {"num_hidden_layers": 4}
 COUNTED = (

@@ -45,7 +45,7 @@ from pyrl_ext.rollout.remote.weight_protocol import (
 )
 
 NO_FILE = (errno.EMFILE, errno.ENFILE)
-ACCEPT_AGAIN_S = 0.1
+ACCEPT_AGAIN_S = 0.1  # after which a sender without a free file accepts again
 BROADCAST_SHARE = 0.25  # of the limit, in which an engine of a broadcast has to take some bytes
 
 

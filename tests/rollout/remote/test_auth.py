@@ -111,7 +111,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize("path", [HEALTH, protocol.METRICS, GENERATE])
-def test_without_keys_no_host_but_loopback_is_served(path: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_keys_no_other_name_of_a_host_is_served(path: str, monkeypatch: pytest.MonkeyPatch):
     """A name whose owner has it point to this machine, asked for by a page of that name."""
     monkeypatch.delenv(auth.KEYS_VARIABLE, raising=False)
     for host, serves in HOSTS.items():
