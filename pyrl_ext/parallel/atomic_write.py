@@ -74,7 +74,7 @@ def no_link(name: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        why = "a symbolic link, expected a file. Remove the link"
+        why = f"{os.path.basename(name)} is a symbolic link, expected a file. Remove the link"
         raise OSError(errno.ELOOP, why, name) from error
 
 
