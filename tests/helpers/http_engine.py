@@ -53,6 +53,7 @@ class HttpEngine:
         version: of its weights
         seconds: that a token takes
         stops: tokens of a response after which it ends with "stop"; None: at its budget
+        silent: a request gets no answer, not even its head
         hangs_after: no token comes after so many of a response; None: it does not hang
         busy: it counts tokens of others while it hangs
         dies: the connections break after so many further tokens, and the server ends
@@ -68,6 +69,7 @@ class HttpEngine:
         self.seconds = 0.0
         self.keys = keys or Keys()
         self.stops: int | None = None
+        self.silent = False
         self.hangs_after: int | None = None
         self.busy = False
         self.running = self.most_running = 0
@@ -175,6 +177,8 @@ class HttpEngine:
         if self.status is not None:
             return web.json_response({"error": "because"}, status=self.status)
         self.asked.append(asked)
+        if self.silent:
+            await asyncio.sleep(1000)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(http)
         aborts = self._aborts

@@ -311,8 +311,15 @@ class Router:
             state.there = absence is None
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, those of tasks that still run first.
+
+        Each of these is cancelled: aiohttp does not tell a reader that its session was closed, and
+        does not close a session before it has sent the bodies of its requests.
+        """
         self._closed = True
-        if self._probe is not None:
-            self._probe.cancel()
+        self.stop(RuntimeError("Router: closed, expected no open requests"))
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(state.server.close() for state in self.states))

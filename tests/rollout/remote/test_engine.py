@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.connection
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -394,6 +396,34 @@ def test_engine_opens_no_stream_when_it_is_closed(engines: list[HttpEngine]):
         with pytest.raises(RuntimeError, match="the engine is closed"):
             engine.generate(PROMPTS, SAMPLING)
     assert open_events() == before
+
+
+def test_engine_closes_while_a_server_has_not_answered(
+    engines: list[HttpEngine], capfd: pytest.CaptureFixture[str]
+):
+    """The end of a request's connection sends it to no other server, and leaves no task."""
+    engines[1].silent = True
+    with loaded(engines) as engine:
+        stream = engine.stream(PROMPTS, SAMPLING)
+        next(stream)
+        until(lambda: engines[1].asked)
+        engine.close()
+        assert not asyncio.all_tasks(engine.loop)
+        with pytest.raises(RuntimeError, match="closed, expected no open streams"):
+            list(stream)
+    assert not capfd.readouterr().err
+
+
+def test_engine_closes_while_a_server_reads_nothing():
+    """What the system did not take of a request's body is not sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "http://127.0.0.1:{1}".format(*server.getsockname())
+        engine = ServersEngine([Server(address)], MODEL, cast(Publisher, Versions()))
+        call = engine.router.states[0].server.control("/long", "a" * (64 << 20))
+        came = asyncio.run_coroutine_threadsafe(call, engine.loop)
+        until(lambda: multiprocessing.connection.wait([server], 0))
+        engine.close()
+        assert came.cancelled()
 
 
 def test_engine_blames_no_server_for_the_end_of_its_connections(
