@@ -12,19 +12,25 @@ The last table is of remote engines: two servers of the embedded engine in proce
 same weights over HTTP and TCP from one or two of the ranks (`rollout.senders`), in turns. The floor
 is what one sender writes over the rate of one socket, which is measured first. What was predicted
 of all of it is in the lab book, next to the results.
+
+``--host`` needs no ranks: the processor time of a tensor, whatever its size, which the plan counts
+in a weight sync (`TENSOR_SECONDS`).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, timedelta
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +45,7 @@ from benchmarks.tables import show
 from benchmarks.timed_family import device_name
 from pyrl_ext.models.shards import whole_of
 from pyrl_ext.models.weight_table import tensor_split
+from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.buckets import buckets_of
 from pyrl_ext.plan import compile_plan
@@ -54,6 +61,11 @@ MODEL = {
     "mlp_layer_types": ["dense"] + ["sparse"] * 5,
     "n_routed_experts": 72,
 }
+MANY = {
+    "num_hidden_layers": 5,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    "n_routed_experts": 128,
+}
 LAYOUTS = {
     "tp2 pp2 ep2": ("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"),
     "dp4 ep4": ("parallel.dp=4", "parallel.ep=4"),
@@ -63,6 +75,7 @@ TIMES = 3.0  # bar: as fast as this, load included
 # the first turn is not counted
 SERVERS = 2
 TURNS = 7
+HOST_TURNS = 5
 BROADCAST = "rollout.transport=broadcast"
 WAYS = {
     "to each from one rank": (),
@@ -292,6 +305,52 @@ def show_apart(rows: dict[str, Apart], rate: float) -> None:
         print(f"{name}, turn by turn: {statistics.median(times):.2f} times as fast as the first")
 
 
+def measure_host(engine: str) -> list[str]:
+    """Processor time of one process for a tensor, where tensors are small [us]."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_config(folder, hf_config("tiny") | MANY)
+        plan = compile_plan(TINY, (config, *COMMON, f"rollout.engine={engine}"))
+        with topology.start(plan) as topo, closing(build_engine(plan, topo.device)) as built:
+            policy = Policy.build(plan, topo, trainable=False)
+            held = [(name, tensor.clone()) for name, tensor in policy.weights()]
+            runs = {
+                "gather": lambda: _drain(policy.weights()),
+                "digests": lambda: _digest(held),
+                "load": lambda: built.load_weights(held, version=0),
+            }
+            seconds = {
+                name: min(_used(run) for _ in range(HOST_TURNS)) for name, run in runs.items()
+            }
+    each = {name: 1e6 * spent / len(held) for name, spent in seconds.items()}
+    python = each["gather"] + each["load"] - each["digests"]
+    return [engine, f"{len(held)}", *(f"{us:.0f}" for us in (*each.values(), python))]
+
+
+def _digest(named: Iterable[tuple[str, Tensor]]) -> None:
+    log = DigestLog(finite=True)
+    for name, tensor in named:
+        log.add(name, tensor)
+    log.not_finite()
+
+
+def _used(run: Callable[[], None]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def show_host() -> None:
+    engines = ["vllm"] if find_spec("vllm") else []
+    show(
+        ("engine", "tensors", "gather us", "digests us", "load us", "gather and load us"),
+        [measure_host(engine) for engine in ("hf", *engines)],
+        width=120,
+        title=f"publish: processor time of a tensor, one core of {device_name('cpu')}, {now()}",
+        caption="vLLM's load takes the digests, of which a GPU computes many in one launch; the "
+        f"last column is without them. Least of {HOST_TURNS} turns, small tensors",
+    )
+
+
 def now() -> str:
     return f"load {os.getloadavg()[0]:.1f}, {date.today()}"
 
@@ -318,6 +377,12 @@ def show_layouts(rows: dict[str, Row]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of a weight sync.")
+    parser.add_argument("--host", action="store_true", help="only the processor time of a tensor")
+    if parser.parse_args().host:
+        torch.set_num_threads(1)
+        show_host()
+        return
     with tempfile.TemporaryDirectory() as folder:
         keys = (write_config(folder, hf_config("tiny") | MODEL), *COMMON)
         rate = socket_rate()

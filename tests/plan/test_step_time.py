@@ -403,6 +403,25 @@ def test_step_time_moves_offloaded_bytes_both_ways():
     assert moments["offload trainer"] == pytest.approx(2 * 12 * (dense / 8 + expert))
 
 
+@pytest.mark.parametrize(
+    "config", ["glm47", "llama31_8b", "mixtral_8x7b", "tiny_nemotron", "tiny_qwen3_next", "tiny_vl"]
+)
+def test_num_tensors_is_that_of_the_weight_table(config: str):
+    sizes = compile_plan(CONFIGS / f"{config}.yaml").sizes
+    for tied in (False, True):
+        changed = sizes.model_copy(update={"tie_word_embeddings": tied})
+        changed.__dict__.pop("num_tensors", None)
+        assert changed.num_tensors == sum(len(row.hf_names) for row in changed.weights(0))
+
+
+def test_step_time_counts_the_tensors_of_a_weight_sync():
+    assert amounts(glm47(), "publish")["tensors"] == 9491
+    awake = "rollout.sleep=false"
+    tables = glm47(awake, "model.freeze=[lm_head.weight, model.embed_tokens.weight]")
+    assert amounts(tables, "publish")["tensors"] == 9489
+    assert amounts(glm47(awake, "model.freeze=[model.layers.*]"), "publish")["tensors"] == 3
+
+
 def test_step_time_has_a_bubble_that_interleaving_shrinks():
     layout = ["parallel.pp=4", "parallel.dp=2", "parallel.ep=2"]
     plain = [*layout, "parallel.num_layers_in_first_pipeline_stage=11"]

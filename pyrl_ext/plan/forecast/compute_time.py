@@ -64,7 +64,7 @@ class Spent(NamedTuple):
     amount: float
     """Amount on one rank."""
     unit: str
-    """FLOP, byte, layer (for one token), call, or % of the passes that stages wait."""
+    """FLOP, byte, tensor, layer (for one token), call, or % of the passes that stages wait."""
     seconds: float
     why: str
     """The rate, and why it is assumed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.items import Item
-from pyrl_ext.plan.forecast.parameters import factor_numbers
+from pyrl_ext.plan.forecast.parameters import published_factors
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
@@ -93,7 +93,7 @@ def engine_items(plan: Plan, longest: int) -> Iterator[Item]:
     sleeping = (START, *MEMORY_PHASES[:2])
     always = (START, *MEMORY_PHASES)
     weights = whole_weights(plan)
-    factors = width * factor_numbers(plan) * (plan.lora_publish == "adapter")
+    factors = width * published_factors(plan).numbers * (plan.lora_publish == "adapter")
     if rollout.engine == "hf":
         awake = sleeping if plan.engine_sleeps else always
         yield Item("engine weights", weights, awake, f"{width} bytes a parameter, whole model")

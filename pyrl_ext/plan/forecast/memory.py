@@ -24,7 +24,7 @@ from pyrl_ext.plan.forecast.muon import muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     held_on_rank,
     optimizer_parameters,
-    published_numbers,
+    published,
     rank_parameters,
     trained_of_stage,
 )
@@ -283,7 +283,7 @@ def _publish(plan: Plan) -> Iterator[Item]:
     yield Item("publish", held, ("publish",), why, exact=False)
     if rollout.syncs_weights_in_background:
         width = plan.weight_bytes
-        copied = (published_numbers(plan) + encoder_parameters(plan)) * width
+        copied = (published(plan).numbers + encoder_parameters(plan)) * width
         phases = ("publish", *MEMORY_PHASES[1:3])
         why = f"copy of what each of {rollout.senders} senders sends: rollout.overlap_publish"
         name = "published weights"

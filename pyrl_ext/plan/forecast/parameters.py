@@ -185,46 +185,59 @@ def optimizer_parameters(plan: Plan, stored: Parameters) -> int:
 # Weight sync -------------------------------------------------------------------------------------
 
 
-def factor_numbers(plan: Plan) -> int:
-    """Numbers in all factors that the engine may get: it has no use for those of MTP layers."""
-    sizes = plan.sizes
-    lora = plan.lora
-    if lora is None:
-        return 0
-    return sum(
-        number * factor.numbers * factor.tensors
-        for kind, number in Counter(sizes.layer_kinds).items()
-        for factor in factors(sizes, lora, kind)
-    )
+class Published(NamedTuple):
+    """What a weight sync sends: checkpoint tensors, and the numbers in them."""
+
+    tensors: int = 0
+    numbers: int = 0
+
+    def __add__(self, other: Published) -> Published:  # type: ignore[override]
+        return Published(self.tensors + other.tensors, self.numbers + other.numbers)
 
 
-def published_numbers(plan: Plan) -> int:
-    """Numbers that a weight sync sends after the first one: all weights that are trained, the
-    adapters' factors, or the weights that adapters change. For vLLM, which fuses them, all of a
-    layer of which some change."""
+def published_factors(plan: Plan) -> Published:
+    """All factors that the engine may get: it has no use for those of MTP layers."""
     sizes = plan.sizes
-    total = parameters(sizes).total
-    if plan.lora_publish == "adapter":
-        return factor_numbers(plan) + total * plan.sends_all
-    if plan.sends_all:
-        return total
+    total = Published()
     if plan.lora is None:
-        return total - _unchanged_numbers(plan)
+        return total
+    for kind, number in Counter(sizes.layer_kinds).items():
+        for factor in factors(sizes, plan.lora, kind):
+            tensors = number * factor.tensors
+            total += Published(tensors, tensors * factor.numbers)
+    return total
+
+
+def published(plan: Plan) -> Published:
+    """What a weight sync sends after the first one: all weights that are trained, the adapters'
+    factors, or the weights that adapters change. For vLLM, which fuses them, all of a layer of
+    which some change."""
+    sizes = plan.sizes
+    every = Published(sizes.num_tensors, parameters(sizes).total)
+    if plan.lora_publish == "adapter":
+        return published_factors(plan) + every if plan.sends_all else published_factors(plan)
+    if plan.sends_all:
+        return every
+    if plan.lora is None:
+        kept = _unchanged(plan)
+        return Published(every.tensors - kept.tensors, every.numbers - kept.numbers)
     if plan.rollout.engine == "vllm":
-        return total - embedding_parameters(sizes).total - head_parameters(sizes).total
-    return sum(
-        linear.inputs * linear.outputs * max(1, linear.experts)
-        for linear, _ in adapters(plan, sizes.layer_kinds)
-    )
+        outside = embedding_parameters(sizes).total + head_parameters(sizes).total
+        return Published(every.tensors - sizes.num_tensors_outside, every.numbers - outside)
+    total = Published()
+    for linear, _ in adapters(plan, sizes.layer_kinds):
+        tensors = max(1, linear.experts)
+        total += Published(tensors, tensors * linear.inputs * linear.outputs)
+    return total
 
 
-def _unchanged_numbers(plan: Plan) -> int:
-    """Numbers of frozen weights that a weight sync leaves out after the first one."""
+def _unchanged(plan: Plan) -> Published:
+    """Frozen weights that a weight sync leaves out after the first one."""
     table = plan.sizes.weights(0)
     changing = {layer_of(row) for row in table if row.megatron_name not in plan.frozen} - {None}
-    total = Parameters()
+    total = Published()
     for row in table:
         fused = plan.rollout.engine == "vllm" and layer_of(row) in changing
         if row.megatron_name in plan.frozen and not fused:
-            total += _row_parameters(plan, row)
-    return total.total
+            total += Published(len(row.hf_names), _row_parameters(plan, row).total)
+    return total

@@ -2,7 +2,8 @@
 
 Samples have the lengths of `workload.step_samples`. Work is counted exactly; the share of a data
 sheet's rate that kernels and links reach is assumed (`compute_time.REACHED`). Routed experts are
-assumed to be evenly used. The embedding, host work and kernel launches are left out.
+assumed to be evenly used. The embedding, kernel launches and all host work but that of a weight
+sync are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyrl_ext.plan.forecast.muon import ITERATIONS, MORE_BYTES, muon_flops, muon
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     optimizer_parameters,
-    published_numbers,
+    published,
     rank_parameters,
     stage_parameters,
     trained_of_stage,
@@ -31,6 +32,9 @@ from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, TCP, Gpu, gpu_of, group_rate
 from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.plan.plan import Plan
+
+# of Python for a tensor of a weight sync, to gather and to load it [s]: `benchmarks.publish --host`
+TENSOR_SECONDS = 115e-6
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
             "patches in a sample (estimate)"
         )
     servers = ", servers of the teacher" if plan.teacher.servers else ""
-    yield f"left out: the embedding, host work, kernel launches, evaluation, checkpoints{servers}"
+    yield f"left out: the embedding, other host work, launches, evaluation, checkpoints{servers}"
 
 
 # Weight sync -------------------------------------------------------------------------------------
@@ -131,15 +135,17 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     sync."""
     if plan.rollout.engine not in ("hf", "vllm"):
         return
-    published = published_numbers(plan)
-    total = published + encoder_parameters(plan)
+    sent = published(plan)
+    total = sent.numbers + encoder_parameters(plan)
     width = plan.weight_bytes
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
-    held *= published / parameters(plan.sizes).total  # of what is sent as of the rest
+    held *= sent.numbers / parameters(plan.sizes).total  # of what is sent as of the rest
     peak = group_rate(gpu, plan.hardware.gpus_per_node, plan.world_size, 1)
     missing = max(0.0, total / plan.rollout.senders - held)
     gathered = Spent.at("gather weights", width * missing, "ring", peak)
     yield gathered
+    why = f"{1e6 * TENSOR_SECONDS:g} us of Python to gather and load each, on a slow core"
+    yield Spent("tensors", sent.tensors, "tensor", TENSOR_SECONDS * sent.tensors, why)
     taken = total * plan.engine_bytes / plan.rollout.tp
     if plan.remote_engines:
         yield _sent_to_servers(plan, gpu, width * total, gathered.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -237,6 +238,20 @@ class ModelSizes(BaseModel, ABC):
             "moe_shared_expert_intermediate_size": self.shared_expert_width or None,
             "moe_shared_expert_gate": self.has_shared_expert_gate,
         }
+
+    @property
+    def num_tensors_outside(self) -> int:
+        """Number of tensors of no layer: embedding, last norm, and a head that is not tied."""
+        return 2 if self.tie_word_embeddings else 3
+
+    @cached_property
+    def num_tensors(self) -> int:
+        """Number of tensors of a checkpoint without MTP layers, as `weights` lists them."""
+        count = self.num_tensors_outside
+        for kind, layers in Counter(self.layer_kinds).items():
+            rows = self._layer_rows(self.layer_kinds.index(kind))
+            count += layers * sum(len(row.hf_names) for row in rows)
+        return count
 
     def weights(self, mtp_layers: int) -> list[Weight]:
         """The weight table: one row for each parameter, in the order of publishing."""

@@ -15,10 +15,10 @@ from pyrl_ext.plan.forecast.engine_memory import engine_memory, state_bytes
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.parameters import (
     chunk_parameters,
-    factor_numbers,
     frozen_parameters,
     held_on_rank,
-    published_numbers,
+    published,
+    published_factors,
 )
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.language.errors import Key, show
@@ -345,11 +345,11 @@ def _encoder(plan: Plan, encoder: EncoderForecast) -> str:
 
 def _adapters(plan: Plan) -> str:
     """Size of the adapters, and what a weight sync sends."""
-    text = f"{count(factor_numbers(plan))} numbers; the base is frozen"
+    text = f"{count(published_factors(plan).numbers)} numbers; the base is frozen"
     if plan.lora_publish is None:
         return text
     width = plan.engine_bytes
-    sent = width * published_numbers(plan)
+    sent = width * published(plan).numbers
     whole = width * parameters(plan.sizes).total
     return f"{text}; published by {plan.lora_publish}: {size(sent)} of {size(whole)} of all weights"
 
@@ -362,7 +362,7 @@ def _frozen(plan: Plan) -> str:
     if not plan.has_rollouts or plan.sends_all:
         return text
     width = plan.engine_bytes
-    sent = size(width * published_numbers(plan))
+    sent = size(width * published(plan).numbers)
     everything = size(width * parameters(plan.sizes).total)
     return f"{text}; a weight sync sends {sent} of {everything} after the first one"
 

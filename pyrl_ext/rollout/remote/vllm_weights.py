@@ -131,5 +131,8 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         group = world.device_group if on_gpu(self.device) else world.cpu_group
         yield from from_one_rank(layout, tensors, world.ranks[0], group, self.device, BUCKET_BYTES)
 
+    def _held_model(self) -> torch.nn.Module:
+        return self.model
+
     def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
         inplace.reload_weights(self.vllm_config, self.model, weights_iterator, None, True)

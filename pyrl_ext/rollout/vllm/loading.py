@@ -16,6 +16,7 @@ from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
+from pyrl_ext.rollout.vllm.stacks import ExpertStacks, places_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,14 +98,27 @@ class Loading(AdapterLoading):
                 self.reload_weights(weights_iterator=())
                 raise
 
+    def _held_model(self) -> torch.nn.Module:
+        """The model that is loaded."""
+        return self.model_runner.model
+
     def _noted(
         self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], stay_valid: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Records a digest of each tensor. Copies those that do not stay valid, as vLLM holds them
-        until their layer is complete. Puts factors, which are no weights of vLLM's, into
-        ``factors``."""
+        until their layer is complete, and those of single experts, which it takes together. Puts
+        factors, which are no weights of vLLM's, into ``factors``."""
+        stacks = ExpertStacks(places_of(self._held_model()))
         for name, tensor in named:
-            held = tensor.detach() if stay_valid else tensor.detach().clone()
+            tensor = tensor.detach()
+            stacked = stacks.add(name, tensor)
+            if stacked is not None:
+                held, whole = stacked
+                self._taken.add(name, held)
+                if whole is not None:
+                    yield whole
+                continue
+            held = tensor if stay_valid else tensor.clone()
             self._taken.add(name, held)
             if is_factor(name):
                 factors[name] = held

@@ -35,7 +35,9 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.client import ProcessEngine
+from pyrl_ext.rollout.vllm import loading
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
+from pyrl_ext.rollout.vllm.loading import Loading
 from pyrl_ext.samples import Prompt, Sampling, Turn
 from tests.helpers.configs import hf_of, write_sizes
 from tests.helpers.engines import DOWN, Disturbed, Stale
@@ -46,6 +48,7 @@ from tests.helpers.vllm_pair import (
     WITH_VLLM,
     Pair,
     check_sets,
+    join_vllm,
     prompts,
     random_weights,
     train_on_rank,
@@ -190,6 +193,28 @@ def test_checksums_are_those_of_what_vllm_took_and_holds(pair: Pair):
     assert pair.vllm.checksums() == found
     with pytest.raises(ValueError, match=r"nowhere.*expected names of its weights"):
         pair.vllm.checksums(["nowhere"])
+
+
+def test_load_weights_gives_vllm_all_experts_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Its memory is what it makes of the experts one by one."""
+    given = list[int]()
+    noted = Loading._noted
+
+    def counted(self: Any, *args: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in noted(self, *args):
+            given.append(tensor.dim())
+            yield name, tensor
+
+    monkeypatch.setattr(Loading, "_noted", counted)
+    pair.load(4)
+    assert given.count(3) == 3 * len(pair.hf.routed.layer_ids)
+    stacked = pair.vllm.checksums()
+    monkeypatch.setattr(loading, "places_of", lambda _: {})
+    pair.load(0)
+    assert pair.vllm.checksums() != stacked
+    pair.load(4)
+    assert pair.vllm.checksums() == stacked
+    pair.load(0)
 
 
 def test_generate_ends_with_the_token_that_completes_a_stop_string(pair: Pair):
@@ -593,6 +618,37 @@ def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path
         for row in (a, b):
             assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
     assert set(memory.glob("-tp*")) == left  # or the next run on this host fails
+
+
+def load_on_half(group: dist.ProcessGroup) -> list[str]:
+    """Loads experts together and one by one; names of parameters that are not the same."""
+    join_vllm(group)
+    hf = HFEngine(CONFIGS / "tiny")
+    engine = VLLMEngine(
+        CONFIGS / "tiny",
+        num_experts=8,
+        layer_ids=hf.routed.layer_ids,
+        max_tokens=256,
+        tp=2,
+        options={"enable_expert_parallel": True},
+    )
+    engine.load_weights(random_weights(hf, 4), 0)
+    found = engine.checksums()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "places_of", lambda _: {})
+        engine.load_weights(random_weights(hf, 5), 1)
+        assert engine.checksums() != found
+        engine.load_weights(random_weights(hf, 4), 2)
+    after = engine.checksums()
+    places = loading.places_of(engine._engine.model_executor.driver_worker.worker._held_model())
+    assert places == {4 * group.rank() + place: place for place in range(4)}
+    engine.close()
+    return [name for name in found if found[name] != after[name]]
+
+
+def test_load_weights_gives_a_worker_its_experts():
+    """Half of them each. vLLM's kernel for CPUs does not run them."""
+    assert run_ranks(load_on_half, 2, preload=WITH_VLLM) == [[], []]
 
 
 class FailingScorer(Scorer):
