@@ -103,7 +103,7 @@ class Running:
         self.start = time.monotonic()
         places = {table.FILE: folder.of("rows", job), table.FOLDER: folder.path}
         env = os.environ | {name: str(each.absolute()) for name, each in places.items()}
-        env |= job.env
+        env |= {"PYTHONUNBUFFERED": "1"} | dict(job.env)  # a log's lines in their order
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         self.log = folder.of("logs", job).open("w")
         self.process = subprocess.Popen(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pyrl_ext.parallel.atomic_write import no_link
+from pyrl_ext.parallel.open_files import allow_open_files, none_free
 from pyrl_ext.parallel.ports import absence_at, process_on
 from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.plan.command import parse_plan, plan_parser
@@ -29,6 +30,7 @@ LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
 PATIENCE = 10.0  # for an engine to exit [s]
 TRIES = 3  # starts in a row that may fail
+CONNECTIONS = 16_384  # that an engine may have, as far as the system allows
 
 
 class Watched:
@@ -43,7 +45,7 @@ class Watched:
         self.command = command
         self.log = log
         self.failed = self.silent = 0
-        self.answered = False
+        self.answered = self.starved = False
         self.start()
 
     def start(self) -> None:
@@ -64,7 +66,7 @@ class Watched:
         self.wait = Wait(f"{self.command.address} to answer", None, f"It logs to {self.log}", say)
 
     def look(self) -> None:
-        """Start it again if it ended or answers no more.
+        """Start it again if it ended or answers no more, unless it may open no further file.
 
         Raises: RuntimeError when it ended before it answered, `TRIES` times in a row, or once if
             another process has its port.
@@ -78,6 +80,13 @@ class Watched:
             self.answered = True
             self.silent = 0
             self.failed = 0
+            self.starved = False
+            return
+        starved = none_free(self.process.pid) if status is None and self.answered else None
+        if starved is not None:  # it works, and answers again once connections are closed
+            if not self.starved:
+                say(f"{address} cannot answer: {starved}. Close its port to strangers")
+            self.starved = True
             return
         self.silent += self.answered
         if status is None and self.silent < SILENT:
@@ -132,6 +141,7 @@ def watch(commands: Sequence[Command], logs: Path) -> None:
     Raises: RuntimeError when a process holds the port of an engine, or as `Watched.look`.
     """
     engines: list[Watched] = []
+    allow_open_files(CONNECTIONS)  # also to the engines
     try:
         for command in commands:
             require_free(command.address)

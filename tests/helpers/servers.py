@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.auth import Keys
@@ -88,16 +88,13 @@ async def served(
 ) -> AsyncIterator[Client]:
     """The engine behind HTTP, on a port that the kernel chooses."""
     server = kind(engine, max_tokens)
-    runner = web.AppRunner(server.application(keys), handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    server.worker.start()
-    async with aiohttp.ClientSession() as http:
-        yield Client(http, f"http://{host}:{port}", server)
-    server.worker.stop()
-    await runner.cleanup()
+    listening = socket.create_server(("127.0.0.1", 0))
+    host, port = listening.getsockname()
+    async with server.listens(listening, keys):
+        server.worker.start()
+        async with aiohttp.ClientSession() as http:
+            yield Client(http, f"http://{host}:{port}", server)
+        server.worker.stop()
 
 
 @contextmanager

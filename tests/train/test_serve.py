@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pyrl_ext.parallel.open_files import none_free
 from pyrl_ext.rollout.remote.commands import Command, commands_of
 from pyrl_ext.train import serve
+from tests.helpers.deadline import until
 from tests.helpers.guarded import key_folder
 from tests.helpers.tiny import CONFIG, tiny_plan
 
@@ -66,6 +68,75 @@ def test_serve_starts_an_engine_again_and_ends_all_of_them(tmp_path: Path):
             os.close(second)
         finally:
             process.kill()
+
+
+STARVED = """
+import os, resource, socket, sys, threading, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Health)
+while not os.path.exists(sys.argv[2]):
+    server.handle_request()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+held = []
+while True:
+    try:
+        held.append(server.socket.accept())
+    except OSError:
+        break
+while os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+held.clear()
+server.serve_forever()
+"""
+
+
+def test_look_leaves_an_engine_whose_files_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(serve, "PATIENCE", 0.2)
+    monkeypatch.setattr(serve, "SILENT", 2)
+    port = free_port()
+    full = tmp_path / "full"
+    command = [sys.executable, "-c", STARVED, str(port), str(full)]
+    address = f"http://127.0.0.1:{port}"
+    engine = serve.Watched(Command(address, tuple(command), {}), tmp_path / "log")
+    first = engine.process.pid
+    strangers = list[socket.socket]()
+    try:
+        until(lambda: engine.look() or engine.answered)
+        full.touch()
+        with socket.create_connection(("127.0.0.1", port)) as last:  # ends handle_request
+            last.send(b"\n")
+        until(lambda: _connected(strangers, port) and none_free(first))
+        for _ in range(5):
+            engine.look()
+        assert engine.process.pid == first and engine.starved
+        said = capsys.readouterr().out
+        assert said.count("cannot answer: 64 files open") == 1
+        assert re.search(r"\d+ of them connections of 127.0.0.1, expected fewer than .* 64", said)
+        full.unlink()
+        until(lambda: engine.look() or not engine.starved)
+        assert engine.process.pid == first and engine.answered
+    finally:
+        for each in strangers:
+            each.close()
+        engine.end(signal.SIGKILL)
+        engine.close()
+
+
+def _connected(strangers: list[socket.socket], port: int) -> bool:
+    """One more, up to 100."""
+    if len(strangers) < 100:
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex(("127.0.0.1", port))
+        strangers.append(stranger)
+    return True
 
 
 def test_serve_prints_the_command_of_each_engine(capsys: pytest.CaptureFixture[str]):

@@ -11,13 +11,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
+from weakref import WeakSet
 
 import torch
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 from pydantic import BaseModel, Field, TypeAdapter
 
+from pyrl_ext.parallel.open_files import allow_open_files
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -30,6 +34,9 @@ from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 
 RETRY_S = 5  # after which a client without a place may try again
+HEAD_S = 30.0  # a connection that asks for nothing in this time is closed
+BACKLOG = 1024  # connections that wait to be accepted
+CONNECTIONS = 16_384  # that may be open, as far as the system lets this process
 FLUSH_S = 0.1  # longest time that a token stays here before it is sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,12 +58,14 @@ class EmbeddedServer:
         self.jobs: set[Job] = set()
         self._updates = asyncio.Lock()
         self._keys = auth.Keys()
+        self._asking = WeakSet[asyncio.BaseTransport]()
 
     def application(self, keys: auth.Keys) -> web.Application:
         """The server, which asks for keys."""
         self._keys = keys
         app = web.Application(
-            client_max_size=protocol.MAX_BODY, middlewares=[_authorized(keys), _errors]
+            client_max_size=protocol.MAX_BODY,
+            middlewares=[_noting(self._asking), _authorized(keys), _errors],
         )
         handlers: dict[str, Handler] = {
             protocol.HEALTH: self.health,
@@ -74,6 +83,38 @@ class EmbeddedServer:
         for path, handler in handlers.items():
             app.router.add_route(auth.TABLE[path][0], path, handler)
         return app
+
+    @asynccontextmanager
+    async def listens(self, listening: socket.socket, keys: auth.Keys) -> AsyncGenerator[None]:
+        """Serves at a socket. Connections that do not ask for anything are closed, since a process
+        has a limit of open files and anybody may connect."""
+        runner = web.AppRunner(
+            self.application(keys),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1,
+            keepalive_timeout=HEAD_S,
+        )
+        await runner.setup()
+        loop = asyncio.get_running_loop()
+
+        def connected() -> asyncio.Protocol:
+            assert runner.server is not None  # `setup`
+            connection = runner.server()
+            loop.call_later(HEAD_S, self._close_silent, connection)
+            return connection
+
+        server = await loop.create_server(connected, sock=listening, backlog=BACKLOG)
+        try:
+            yield
+        finally:
+            server.close()
+            await runner.cleanup()
+
+    def _close_silent(self, connection: RequestHandler) -> None:
+        transport = connection.transport
+        if transport is not None and transport not in self._asking:
+            transport.abort()
 
     # requests -------------------------------------------------------------------------------------
 
@@ -218,6 +259,18 @@ async def _body[T: BaseModel](http: web.Request, kind: type[T]) -> T:
     return protocol.parse(TypeAdapter(kind), http.path, await http.read())
 
 
+def _noting(asking: WeakSet[asyncio.BaseTransport]) -> Any:
+    """Adds the connection of each request."""
+
+    @web.middleware
+    async def noted(http: web.Request, handler: Handler) -> web.StreamResponse:
+        if http.transport is not None:
+            asking.add(http.transport)
+        return await handler(http)
+
+    return noted
+
+
 def _authorized(keys: auth.Keys) -> Any:
     @web.middleware
     async def authorized(http: web.Request, handler: Handler) -> web.StreamResponse:
@@ -252,21 +305,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def serve(server: EmbeddedServer, listening: socket.socket, keys: auth.Keys) -> None:
     """Serve until SIGTERM or SIGINT; prints the address once it does."""
-    runner = web.AppRunner(
-        server.application(keys), handler_cancellation=True, access_log=None, shutdown_timeout=1
-    )
-    await runner.setup()
-    await web.SockSite(runner, listening).start()
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    server.worker.start()
-    host, port = listening.getsockname()[:2]
-    print(f"http://{host}:{port}", flush=True)
-    await ended.wait()
-    server.worker.stop()
-    await runner.cleanup()
+    async with server.listens(listening, keys):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        server.worker.start()
+        host, port = listening.getsockname()[:2]
+        print(f"http://{host}:{port}", flush=True)
+        await ended.wait()
+        server.worker.stop()
 
 
 def main() -> int:
@@ -281,7 +329,8 @@ def main() -> int:
     keys = auth.server_keys(keys_folder(plan), options.host)
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    listening = socket.create_server((options.host, options.port), backlog=1024)
+    allow_open_files(CONNECTIONS)
+    listening = socket.create_server((options.host, options.port), backlog=BACKLOG)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
     server = EmbeddedServer(engine, max_tokens(plan), identity_of(plan))

@@ -9,9 +9,11 @@ import select
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -19,12 +21,13 @@ import torch
 
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote import embedded_worker
+from pyrl_ext.rollout.remote import embedded, embedded_worker
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.embedded_worker import MAX_BATCHES, TooBusy, Worker
 from pyrl_ext.rollout.remote.identity import difference, make_identity
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
 from tests.helpers.servers import Gate, served
 from tests.helpers.tiny import CONFIG as TINY
@@ -341,6 +344,29 @@ async def test_a_client_without_a_place_is_told_when_to_try_again(monkeypatch: p
                 found[key] = reply.status, reply.headers.get("Retry-After"), await reply.text()
     assert found[keys.generate][:2] == (503, "5") and "try later" in found[keys.generate][2]
     assert found[keys.control][:2] == (200, None)
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
+    """Also one with half a head. Those of requests stay, also before their first token."""
+    monkeypatch.setattr(embedded, "HEAD_S", 0.5)
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    async with served(engine) as client:
+        place = urlsplit(client.url)
+        silent = await asyncio.open_connection(place.hostname, place.port)
+        half = await asyncio.open_connection(place.hostname, place.port)
+        half[1].write(b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nX-A: ")
+        asked = asyncio.create_task(client.generate(request_of(Prompt(0, (3, 4, 5)), 0)))
+        await asyncio.to_thread(gate.waits.wait, DEADLINE)
+        async with asyncio.timeout(DEADLINE):
+            for reader, _ in (silent, half):
+                with suppress(ConnectionResetError):
+                    assert not await reader.read()
+        assert not asked.done()
+        gate.open()
+        assert (await asked).finish_reason
+        for _, writer in (silent, half):
+            writer.close()
 
 
 async def test_the_engine_goes_on_after_a_call_that_fails(caplog: pytest.LogCaptureFixture):

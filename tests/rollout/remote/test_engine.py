@@ -387,6 +387,7 @@ def open_events() -> int:
 def test_engine_opens_no_stream_when_it_is_closed(engines: list[HttpEngine]):
     """A stream that ends after the engine leaves no open file."""
     before = open_events()
+    engines[1].hangs_after = 3
     with loaded(engines) as engine:
         stream = engine.stream(PROMPTS, SAMPLING)
         next(stream)
