@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pyrl_ext.rollout.remote.client import Server
+from pyrl_ext.rollout.remote.holder import Run
 
 
 class Versions:
@@ -19,6 +20,7 @@ class Versions:
         self.wrong: dict[str, str] = {}
         self.metrics: dict[str, float] = {}
         self.shapes = ("a",)
+        self.run = Run("1", "a run")
 
     def __call__(
         self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any

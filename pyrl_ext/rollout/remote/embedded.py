@@ -29,6 +29,7 @@ from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.commands import PARENT, keys_folder, max_tokens
 from pyrl_ext.rollout.remote.embedded_worker import Job, TooBusy, Worker, WrongState
+from pyrl_ext.rollout.remote.holder import Holder, Run
 from pyrl_ext.rollout.remote.identity import identity_of
 from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
@@ -56,6 +57,7 @@ class EmbeddedServer:
         self.worker = Worker(engine, max_tokens)
         self.staged = StagedUpdate(engine.shapes(), engine.device)
         self.jobs: set[Job] = set()
+        self.holder = Holder()
         self._updates = asyncio.Lock()
         self._keys = auth.Keys()
         self._asking = WeakSet[asyncio.BaseTransport]()
@@ -214,7 +216,10 @@ class EmbeddedServer:
 
     async def rpc(self, http: web.Request) -> web.Response:
         """A method of the engine's only worker, as a list of one result."""
-        body = await _body(http, _RpcCall)
+        body = protocol.parse(_CALL, http.path, await http.read())
+        if isinstance(body, _Held):
+            call = self.holder.claim if body.method == "claim" else self.holder.release
+            return web.json_response({"results": [call(Run(*body.args))]})
         if body.method == "identity":
             return web.json_response({"results": [self.identity]})
         digests = await self.worker.call(self.engine.checksums, body.args[0])
@@ -241,6 +246,9 @@ def _event(message: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
 
 
+Name = Annotated[str, Field(max_length=1000)]
+
+
 class _Update(BaseModel):
     update_info: dict[str, Any]
 
@@ -249,9 +257,19 @@ class _Finish(BaseModel):
     weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 
 
+class _Held(BaseModel):
+    method: Literal["claim", "release"]
+    args: tuple[Name, Name]
+
+
 class _RpcCall(BaseModel):
     method: Literal["identity", "weight_digests"]
     args: tuple[list[str] | None] = (None,)
+
+
+_CALL: TypeAdapter[_Held | _RpcCall] = TypeAdapter(
+    Annotated[_Held | _RpcCall, Field(discriminator="method")]
+)
 
 
 async def _body[T: BaseModel](http: web.Request, kind: type[T]) -> T:

@@ -31,7 +31,7 @@ from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
 from pyrl_ext.rollout.remote.router import Router, ServerState
 from pyrl_ext.rollout.remote.stream import Stream
-from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync
+from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync, release
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Sample, Sampling, Turn, route_dtype
 
@@ -166,12 +166,15 @@ class ServersEngine(Engine):
         return 0
 
     def close(self) -> None:
-        """Closes all connections; the servers go on."""
+        """Closes all connections; the servers go on, and other runs may have them."""
         if self._thread.is_alive():
             with self._lock:
                 self._closed = True
                 for stream in self._streams:
                     stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
+            if self.rank == 0:
+                servers = [state.server for state in self.router.states]
+                self.run(release(servers, self.sync.publish.run))
             self.run(self.router.close())
             self.sync.close()
             self.loop.call_soon_threadsafe(self.loop.stop)

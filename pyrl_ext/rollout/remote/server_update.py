@@ -14,6 +14,7 @@ from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import Canary
 from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
+from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import Identity, difference
 from pyrl_ext.rollout.remote.protocol import Answer
 from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
@@ -50,12 +51,17 @@ class ServerUpdate:
     waits_for: str = ""
     until: float = 0.0
 
-    async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
+    async def prepare(
+        self, pause: Pause, run: Run | None, identity: Identity | None, base: int | None
+    ) -> None:
         """Everything before the first byte."""
         address = self.server.address
         self._waits("")
         self.server.failure = None  # also of one that failed earlier, and is there again
+        # senders look again: here a server that cannot be reached fails alone
+        await asyncio.to_thread(address_towards, self.server.address)
         await self._identify(identity)
+        await self._claim(run)
         await self.pause(pause)
         if base is not None:
             info = await self._call("start", protocol.WEIGHT_INFO, method="GET")
@@ -81,9 +87,16 @@ class ServerUpdate:
                 await self._call("start", protocol.UPDATE, {"update_info": {"drop": True}})
             await self._call("start", protocol.START)
 
+    async def _claim(self, run: Run | None) -> None:
+        if run is not None:
+            answer = await self._call("identity", protocol.RPC, {"method": "claim", "args": run})
+            for other in filter(None, answer.get("results") or ()):
+                raise ServerFailed(
+                    f"{self.server.address}: it serves another run, {other}, expected none. End "
+                    "that run; if it has been killed, resume it or start the engine again"
+                )
+
     async def _identify(self, identity: Identity | None) -> None:
-        # senders look again: here a server that cannot be reached fails alone
-        await asyncio.to_thread(address_towards, self.server.address)
         if identity is not None:
             answer = await self._call("identity", protocol.RPC, {"method": "identity"})
             for worker in answer.get("results") or [{}]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pyrl_ext.rollout.remote.holder import Holder, Run
 from pyrl_ext.rollout.remote.identity import make_identity
 
 
@@ -15,10 +16,19 @@ class ServedWorker:
 
     vllm_config: Any
     weight_transfer_engine: Any
+    _held = Holder()  # vLLM has one worker in a process
 
     def weight_digests(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the tensors last loaded, as they came; with None also of those in memory."""
         return self.weight_transfer_engine.weight_digests(names)
+
+    def claim(self, number: str, name: str) -> str:
+        """See `Holder.claim`."""
+        return self._held.claim(Run(number, name))
+
+    def release(self, number: str, name: str) -> str:
+        """See `Holder.release`."""
+        return self._held.release(Run(number, name))
 
     def identity(self) -> dict[str, str]:
         """The digests that a trainer compares before it publishes to this server."""

@@ -30,12 +30,15 @@ from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.broadcast import BROKEN
 from pyrl_ext.rollout.remote.canary import Canary, canary_of, prove
 from pyrl_ext.rollout.remote.client import Server
+from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
-from pyrl_ext.rollout.remote.protocol import Answer
+from pyrl_ext.rollout.remote.protocol import RPC, Answer
 from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
 from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, Way
+
+RELEASE_S = 2.0  # for a server to take leave of the run
 
 Counts = Callable[[], Mapping[str, float]]
 
@@ -104,6 +107,7 @@ def publish(
     *,
     pause: Pause,
     timeout: float,
+    run: Run | None = None,
     identity: Identity | None = None,
     canary: Canary | None = None,
     group: dist.ProcessGroup | None = None,
@@ -115,6 +119,7 @@ def publish(
         servers: on the first rank; the others get to know them
         pause: fate of requests that run, `rollout.pause`
         timeout: longest time that one server may take for a step [seconds]
+        run: that the servers are given to; None: they are not asked for another one
         identity: that a server needs to join; None: none is asked for
         canary: that each server is asked from then on, while it generates; None: nothing
         group: of all ranks; None: this process alone
@@ -130,7 +135,7 @@ def publish(
         ServerUpdate(server, weights.version, timeout, result.failed, result.seconds)
         for server in servers
     ]
-    ready = sync.step(updates, lambda update: update.prepare(pause, identity, weights.base))
+    ready = sync.step(updates, lambda update: update.prepare(pause, run, identity, weights.base))
     begin = time.monotonic()
     received = sync.transfer(ready, weights.broadcast)
     if weights.broadcast:
@@ -243,6 +248,13 @@ async def _cancel(updates: Sequence[ServerUpdate]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def release(servers: Sequence[Server], run: Run) -> None:
+    """Let other runs have those servers that answer in time."""
+    body = {"method": "release", "args": run}
+    calls = (server.control(RPC, body, RELEASE_S) for server in servers)
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
 class Publisher:
     """Publishes the weights of a run as its plan says. Every rank calls it, with the servers on the
     first, and `prove`.
@@ -254,6 +266,7 @@ class Publisher:
     Attributes:
         loop: of the servers; to be set before the first publish
         metrics: of the last publish
+        run: that servers belong to until `release`
         shapes: of the tensors that servers hold, by name
     """
 
@@ -265,6 +278,7 @@ class Publisher:
         self.metrics: dict[str, float] = {}
         self.canary = canary_of(plan)
         self.shapes = shapes_of(plan)
+        self.run = Run.of(plan.run)
         self.identity = identity_of(plan)
         self._done = Published()
         self._version: int | None = None
@@ -301,6 +315,7 @@ class Publisher:
             # caches of a trainer before this one may be of other weights of the same version
             pause="abort" if self._version is None else rollout.pause,
             timeout=rollout.publish_timeout,
+            run=self.run,
             identity=self.identity,
             canary=self.canary,
             group=group,

@@ -378,6 +378,14 @@ def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
             came.result(DEADLINE)
 
 
+def test_engine_gives_its_servers_back(engines: list[HttpEngine]):
+    """Those that answer."""
+    with loaded(engines) as engine:
+        engines[1].close()
+        engine.close()
+    assert [each.controls["/collective_rpc"] for each in engines] == [1, 0]
+
+
 def open_events() -> int:
     """Number of eventfds that this process holds."""
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))

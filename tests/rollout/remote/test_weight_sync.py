@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,12 +20,14 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.canary import prove
 from pyrl_ext.rollout.remote.client import ServerFailed
 from pyrl_ext.rollout.remote.embedded import EmbeddedServer
+from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import (
     Identity,
     difference,
     make_identity,
 )
-from pyrl_ext.rollout.remote.protocol import Partial, Request
+from pyrl_ext.rollout.remote.protocol import RPC, Partial, Request
+from pyrl_ext.rollout.remote.weight_sync import release
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE, until
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
@@ -98,6 +101,35 @@ def test_publish_gives_every_server_the_weights_and_proves_it():
             assert {"pause", "start", "transfer", "finish", "reset", "resume", "canary"} == {
                 *done.seconds
             }
+
+
+def test_publish_takes_no_server_from_another_run(tmp_path: Path):
+    """Until it ends; the run itself comes back, also from another process."""
+    ours, others = (Run.of(tmp_path / name) for name in ("ours", "others"))
+    with bench(EmbeddedServer) as one:
+        assert one.publish(FIRST, 1, run=ours).failed == {}
+        done = one.publish(SECOND, 1, run=others)
+        (reason,) = done.failed.values()
+        assert f"it serves another run, {ours.name}, expected none. End that run" in reason
+        assert not one.paused(0)  # it goes on for its run
+        assert one.generate(one.servers[0]).versions == ((0, 4, 1),)
+        one.run(release(one.servers, others))  # which does not have it
+        assert one.publish(SECOND, 1, run=others).failed.keys() == done.failed.keys()
+        assert one.publish(SECOND, 2, run=ours).failed == {}
+        one.run(release(one.servers, ours))
+        assert one.publish(FIRST, 1, run=others).failed == {}
+        with pytest.raises(ServerFailed, match=r"400 .*claim\.args\.0"):
+            body = {"method": "claim", "args": ["a" * 1001, ""]}
+            one.run(one.servers[0].control(RPC, body))
+
+
+def test_Run_is_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    alone = Run.of("run")
+    (tmp_path / "run").mkdir()
+    run = Run.of("run")
+    assert run == Run.of(tmp_path / "run") and run.name == f"{socket.gethostname()}:{tmp_path}/run"
+    assert len({alone.id, run.id, Run.of(tmp_path).id}) == 3
 
 
 @pytest.mark.parametrize("pause", ["finish", "keep", "abort"])

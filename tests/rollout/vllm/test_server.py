@@ -31,10 +31,11 @@ from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.auth import TABLE, Keys
 from pyrl_ext.rollout.remote.canary import canary_of
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 from pyrl_ext.rollout.remote.server_update import ServerUpdate
-from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish
+from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish, release
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
@@ -168,8 +169,13 @@ def test_server_of_another_model_is_refused(served: Served):
     weights = Weights(checkpoint(MODELS[1]).items(), 9, shapes_of(served.plan))
     stranger = Server(served.address, keys=served.server.keys)  # who never published to it
     done = publish(served.loop, [stranger], weights, pause="abort", timeout=60, identity=other)
-    served.run(stranger.close())
     assert "it may not join" in done.failed[served.address]
+    ours, others = Run("1", "host:/ours"), Run("2", "host:/others")
+    for run, name in ((ours, ""), (others, ours.name), (ours, "")):
+        body = {"method": "claim", "args": run}
+        assert served.run(stranger.control(protocol.RPC, body))["results"] == [name]
+    served.run(release([stranger], ours))
+    served.run(stranger.close())
     after = served.generate(Request("old", (3, 4, 5), 2, salt="still 2"))
     assert after.versions == ((0, 2, 2),)
 
