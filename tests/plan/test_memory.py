@@ -16,7 +16,7 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.plan.forecast.parameters import published_numbers
+from pyrl_ext.plan.forecast.parameters import published
 from pyrl_ext.plan.forecast.step_time import step_time
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
@@ -79,7 +79,7 @@ def test_stage_memory_of_frozen_weights_is_without_gradients_and_optimizer_state
         assert all_trained["optimizer"] - held["optimizer"] == 8 * number
     for engine, left in (("hf", 128 * 64 + 3 * 8 * 64), ("vllm", 128 * 64)):
         named = f"rollout.engine={engine}"
-        sent = [published_numbers(tiny_plan(named, *more)) for more in ((), (freeze,))]
+        sent = [published(tiny_plan(named, *more)).numbers for more in ((), (freeze,))]
         assert sent[0] - sent[1] == left  # vLLM takes whole layers
 
 
