@@ -129,7 +129,9 @@ def test_Run_is_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "run").mkdir()
     run = Run.of("run")
     assert run == Run.of(tmp_path / "run") and run.name == f"{socket.gethostname()}:{tmp_path}/run"
-    assert len({alone.id, run.id, Run.of(tmp_path).id}) == 3
+    (tmp_path / "run").rename("before")
+    (tmp_path / "run").mkdir()  # as on another machine: the same path, another folder
+    assert len({alone.id, run.id, Run.of("run").id, Run.of(tmp_path).id}) == 4
 
 
 @pytest.mark.parametrize("pause", ["finish", "keep", "abort"])
