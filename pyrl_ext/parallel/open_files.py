@@ -8,6 +8,7 @@ from collections import Counter
 import psutil
 
 _OTHERS = 1024  # files that are open for other reasons
+SERVER_CONNECTIONS = 16_384  # that an engine's server may have
 
 
 def allow_open_files(number: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pyrl_ext.parallel.atomic_write import no_link
-from pyrl_ext.parallel.open_files import allow_open_files, none_free
+from pyrl_ext.parallel.open_files import SERVER_CONNECTIONS, allow_open_files, none_free
 from pyrl_ext.parallel.ports import absence_at, process_on
 from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.plan.command import parse_plan, plan_parser
@@ -30,7 +30,6 @@ LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
 PATIENCE = 10.0  # for an engine to exit [s]
 TRIES = 3  # starts in a row that may fail
-CONNECTIONS = 16_384  # that an engine may have, as far as the system allows
 
 
 class Watched:
@@ -141,7 +140,7 @@ def watch(commands: Sequence[Command], logs: Path) -> None:
     Raises: RuntimeError when a process holds the port of an engine, or as `Watched.look`.
     """
     engines: list[Watched] = []
-    allow_open_files(CONNECTIONS)  # also to the engines
+    allow_open_files(SERVER_CONNECTIONS)  # also to the engines
     try:
         for command in commands:
             require_free(command.address)

@@ -71,7 +71,7 @@ def test_serve_starts_an_engine_again_and_ends_all_of_them(tmp_path: Path):
 
 
 STARVED = """
-import os, resource, socket, sys, threading, time
+import os, resource, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):

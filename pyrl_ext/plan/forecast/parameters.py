@@ -186,7 +186,7 @@ def optimizer_parameters(plan: Plan, stored: Parameters) -> int:
 
 
 class Published(NamedTuple):
-    """What a weight sync sends: checkpoint tensors, and the numbers in them."""
+    """Size of a weight sync: number of tensors, and of the elements in them."""
 
     tensors: int = 0
     numbers: int = 0
@@ -209,9 +209,9 @@ def published_factors(plan: Plan) -> Published:
 
 
 def published(plan: Plan) -> Published:
-    """What a weight sync sends after the first one: all weights that are trained, the adapters'
-    factors, or the weights that adapters change. For vLLM, which fuses them, all of a layer of
-    which some change."""
+    """Size of every weight sync but the first. It sends all trained weights, or the adapters'
+    factors, or the weights that adapters change. vLLM fuses the tensors of a layer, so it gets the
+    whole layer if one of them changes."""
     sizes = plan.sizes
     every = Published(sizes.num_tensors, parameters(sizes).total)
     if plan.lora_publish == "adapter":

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 from pydantic import BaseModel, Field, TypeAdapter
 
-from pyrl_ext.parallel.open_files import allow_open_files
+from pyrl_ext.parallel.open_files import SERVER_CONNECTIONS, allow_open_files
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -37,7 +37,6 @@ from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 RETRY_S = 5  # after which a client without a place may try again
 HEAD_S = 30.0  # a connection that asks for nothing in this time is closed
 BACKLOG = 1024  # connections that wait to be accepted
-CONNECTIONS = 16_384  # that may be open, as far as the system lets this process
 FLUSH_S = 0.1  # longest time that a token stays here before it is sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -347,7 +346,7 @@ def main() -> int:
     keys = auth.server_keys(keys_folder(plan), options.host)
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    allow_open_files(CONNECTIONS)
+    allow_open_files(SERVER_CONNECTIONS)
     listening = socket.create_server((options.host, options.port), backlog=BACKLOG)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so

@@ -424,7 +424,7 @@ def test_engine_closes_while_a_server_has_not_answered(
 
 
 def test_engine_closes_while_a_server_reads_nothing():
-    """What the system did not take of a request's body is not sent."""
+    """The engine drops the part of a request's body that is not sent yet."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "http://127.0.0.1:{1}".format(*server.getsockname())
         engine = ServersEngine([Server(address)], MODEL, cast(Publisher, Versions()))

@@ -111,7 +111,7 @@ def test_publish_takes_no_server_from_another_run(tmp_path: Path):
         done = one.publish(SECOND, 1, run=others)
         (reason,) = done.failed.values()
         assert f"it serves another run, {ours.name}, expected none. End that run" in reason
-        assert not one.paused(0)  # it goes on for its run
+        assert not one.paused(0)  # it still generates for the first run
         assert one.generate(one.servers[0]).versions == ((0, 4, 1),)
         one.run(release(one.servers, others))  # which does not have it
         assert one.publish(SECOND, 1, run=others).failed.keys() == done.failed.keys()
