@@ -172,6 +172,7 @@ class ServersEngine(Engine):
                 self._closed = True
                 for stream in self._streams:
                     stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
+            self.run(self.router.end_tasks())  # a publish would claim servers after the release
             if self.rank == 0:
                 servers = [state.server for state in self.router.states]
                 self.run(release(servers, self.sync.publish.run))

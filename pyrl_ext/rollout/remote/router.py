@@ -310,16 +310,17 @@ class Router:
             state.absence = absence
             state.there = absence is None
 
-    async def close(self) -> None:
-        """Close all connections, those of tasks that still run first.
-
-        Each of these is cancelled: aiohttp does not tell a reader that its session was closed, and
-        does not close a session before it has sent the bodies of its requests.
-        """
+    async def end_tasks(self) -> None:
+        """Cancel all tasks of the loop: aiohttp does not tell a reader that its session was closed,
+        and does not close a session before it has sent the bodies of its requests."""
         self._closed = True
         self.stop(RuntimeError("Router: closed, expected no open requests"))
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all tasks, and close all connections."""
+        await self.end_tasks()
         await asyncio.gather(*(state.server.close() for state in self.states))
