@@ -84,7 +84,7 @@ test-slow: build  ## whole runs and layouts on several ranks, remote engines, fa
 	$(PYTEST) $(TWO) -m "slow and not alone and not vllm"
 	$(PYTEST) -m "alone and not vllm"
 
-test-vllm: $(VENV)/.vllm  ## vLLM as the engine, on the CPU (6 min)
+test-vllm: $(VENV)/.vllm  ## vLLM as the engine, on the CPU (10 min)
 	$(PYTEST) -m vllm tests/rollout/vllm
 
 test-te: $(VENV)/te  ## TransformerEngine's layers on the CPU, with formulas for kernels (4 min)

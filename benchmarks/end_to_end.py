@@ -75,6 +75,7 @@ def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
         versions=zeros,
         unrouted=np.array([int(part.sum()) for part in unrouted]),
         masked=zeros,
+        passes=zeros,
         kept=kept_ids(batch),
         loss_tokens=np.stack([loss_tokens(batch, d) for d in range(1 + depths)], 1),
         layer_ids=() if batch.routes is None else batch.layer_ids,

@@ -130,6 +130,7 @@ class Sample:
         version_spans: (begin, end, version), tokens that these weights sampled, in order; together
             all sampled tokens. Empty: weight_version sampled all of them
         masked: rows whose routes the engine gave, and route_mask leaves out on purpose
+        passes: forward passes of the engine that sampled tokens of it; 0: they were not counted
     """
 
     prompt_id: int
@@ -153,6 +154,7 @@ class Sample:
     kept_ids: Tensor | None = None
     version_spans: tuple[tuple[int, int, int], ...] = ()
     masked: int = 0
+    passes: int = 0
 
     @property
     def versions(self) -> Tensor:

@@ -296,6 +296,12 @@ _METRICS = (
     ),
     Metric("rollout/samples_per_trajectory", "1", "Samples that a trajectory was cut into, mean."),
     Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
+    Metric(
+        "rollout/tokens_per_pass",
+        "tokens",
+        "Mean tokens that a forward pass of the engine sampled for a response; 1: no drafted token "
+        "was accepted (rollout.speculation).",
+    ),
     Metric("rollout/kept_tokens", "tokens", "Mean size of a set that top-p and top-k kept."),
     Metric(
         "rollout/flat_groups",

@@ -41,6 +41,7 @@ class BatchIndex:
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
         masked:      [S] int32, those of them whose route is left out on purpose.
+        passes:      [S] int32, forward passes of the engine that sampled tokens of it; 0: unknown.
         kept:        [S] int32, ids in the sets that top-p and top-k left; 0 without such sets.
         loss_tokens: [S, 1 + D] int32, rows under the loss mask; at depth d those whose target is d
             tokens further on, as the MTP layer at depth d predicts it.
@@ -61,6 +62,7 @@ class BatchIndex:
     versions: np.ndarray
     unrouted: np.ndarray
     masked: np.ndarray
+    passes: np.ndarray
     kept: np.ndarray
     loss_tokens: np.ndarray
     layer_ids: tuple[int, ...] = ()
@@ -94,6 +96,7 @@ class BatchIndex:
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
             "masked": [s.masked for s in samples],
+            "passes": [s.passes for s in samples],
             "kept": [0 if s.kept_ids is None else len(s.kept_ids) for s in samples],
         }
         return cls(
@@ -251,6 +254,8 @@ class BatchIndex:
         }
         if self.kept.any():
             stats["rollout/kept_tokens"] = float(self.kept.sum() / self.sampled.sum())
+        if counted := int(self.passes.sum()):
+            stats["rollout/tokens_per_pass"] = int(self.sampled[self.passes > 0].sum()) / counted
         for name, values in self.components.items():
             own = values[self.firsts]
             if len(own := own[~np.isnan(own)]):

@@ -149,6 +149,11 @@ class Plan(Config):
         """Multi-token-prediction layers that are trained."""
         return self.sizes.num_nextn_predict_layers if self.model.mtp else 0
 
+    @property
+    def draft_layers(self) -> int:
+        """MTP layers that the engine holds too, to draft tokens."""
+        return self.num_mtp_layers if self.rollout.speculation == "mtp" else 0
+
     @cached_property
     def frozen(self) -> frozenset[str]:
         """Megatron's names of the language model's tensors that `model.freeze` names."""

@@ -127,6 +127,7 @@ def _vllm(plan: Plan) -> Engine:
         max_num_seqs=plan.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
         sampling_mask=plan.trains_on_sampling_mask,
+        draft_layers=plan.draft_layers,
         sleeps=plan.engine_sleeps,
         tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
         scale=reader.scale if reader else None,

@@ -18,8 +18,8 @@ from pyrl_ext.parallel.collective_errors import AgreedError, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.draft_layers import is_draft
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.tensor_names import layer_of
 
 # nat. Two float32 implementations of a model differ by 1e-7 to 1e-5; with bfloat16 in either,
 # `benchmarks.replay_effect` finds up to 0.024, and 0.16 where routers choose for themselves.
@@ -142,14 +142,15 @@ def sync_weights(
     return {"publish/checked": len(compared), "publish/tensor_bytes": sent.bytes}
 
 
-def engine_tensor_names(names: Iterable[str], num_layers: int) -> list[str]:
-    """The checkpoint tensors that an engine holds: all but those of the MTP layers.
+def engine_tensor_names(names: Iterable[str], num_layers: int, drafts: bool = False) -> list[str]:
+    """The checkpoint tensors that an engine holds.
 
     Args:
         names: all tensors of the checkpoint
         num_layers: decoder layers of the model; MTP layers are numbered from there on
+        drafts: the engine holds MTP layers too
     """
-    return [name for name in names if (layer := layer_of(name)) is None or layer < num_layers]
+    return [name for name in names if drafts or not is_draft(name, num_layers)]
 
 
 def rotating_sample(

@@ -77,7 +77,7 @@ class ModuleTensors:
         the factors that it applies itself."""
         layers = self.plan.sizes.num_hidden_layers
         names = {m: [name for row in t for name in row.hf_names] for m, t in self.tables.items()}
-        names["llm"] = engine_tensor_names(names["llm"], layers)
+        names["llm"] = engine_tensor_names(names["llm"], layers, self.plan.draft_layers > 0)
         factors = [name for row in self.factors for name in row.hf_names]
         return [*chain(*names.values()), *engine_tensor_names(factors, layers)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from pyrl_ext import train
 from pyrl_ext.data.images import Scale
 from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.rollout.draft_layers import draft_shapes
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
@@ -40,6 +42,34 @@ def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
     return [*random_tensors(hf, seed).items()]
 
 
+def with_drafts(folder: Path, hf: dict[str, Any]) -> Path:
+    """A folder with the config of a model that has an MTP layer."""
+    config = hf | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def drafting_weights(hf: HFEngine, config: Path, seed: int, eye: float = 1.0) -> dict[str, Tensor]:
+    """Weights of a model whose next token depends on its last one almost alone, with an MTP layer
+    that sees the same, so that it often drafts the likeliest token. ``eye``: 0: a layer that sees
+    nothing."""
+    shapes = draft_shapes(config)
+    g = torch.Generator().manual_seed(seed)
+    drafts = {name: 0.05 * torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    weights = dict(random_weights(hf, seed)) | drafts
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor.fill_(1.0)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.01
+        elif name == "lm_head.weight":
+            tensor *= 20
+        elif name.endswith("eh_proj.weight"):
+            width = len(tensor)
+            weights[name] = torch.cat([eye * torch.eye(width), torch.zeros(width, width)], 1)
+    return weights
+
+
 class Pair:
     """vLLM and transformers with the same weights."""
 
@@ -49,9 +79,11 @@ class Pair:
         engine_routes: bool | None = None,
         scale: Scale | None = None,
         sampling_mask: bool | None = None,
+        draft_layers: int = 0,
         **options: Any,
     ):
         self.config = config
+        self.draft_layers = draft_layers
         self.hf = HFEngine(config, scale=scale)
         self.vllm = VLLMEngine(
             config,
@@ -61,6 +93,7 @@ class Pair:
             max_num_seqs=16,
             engine_routes=engine_routes,
             sampling_mask=not engine_routes if sampling_mask is None else sampling_mask,
+            draft_layers=draft_layers,
             tokenizer=CONFIGS / "tiny" if scale is None else config,
             scale=scale,
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
@@ -77,8 +110,14 @@ class Pair:
         self.load(seed=0)
 
     def load(self, seed: int) -> None:
+        if not self.draft_layers:
+            return self.give(dict(random_weights(self.hf, seed)), seed)
+        self.give(drafting_weights(self.hf, self.config, seed), seed)
+
+    def give(self, weights: dict[str, Tensor], version: int) -> None:
+        """Loads weights into both; transformers has no MTP layers and skips theirs."""
         for engine in (self.hf, self.vllm):
-            engine.load_weights(random_weights(self.hf, seed), version=seed)
+            engine.load_weights(weights.items(), version=version)
 
     def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens; the last one is

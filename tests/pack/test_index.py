@@ -55,6 +55,14 @@ def test_stats_equals_counts_of_the_samples():
     assert stats["route/coverage"] == pytest.approx(1 - 2 / rows)
 
 
+def test_stats_counts_the_tokens_of_a_pass_where_an_engine_counted():
+    samples = make_samples()
+    assert "rollout/tokens_per_pass" not in BatchIndex.of(samples).stats()
+    samples[:2] = [replace(samples[0], passes=2), replace(samples[1], passes=3)]
+    counted = len(samples[0].response) + len(samples[1].response)
+    assert BatchIndex.of(samples).stats()["rollout/tokens_per_pass"] == counted / 5
+
+
 def test_stats_counts_groups_of_one_trajectory():
     samples = make_samples(groups=4, size=3)
     assert BatchIndex.of(samples).stats()["rollout/single_groups"] == 0
@@ -103,7 +111,7 @@ def test_joined_orders_samples_by_group_and_place():
     assert index.owned_by(1).tolist() == [1, 4, 7, 10]
     assert (index.layer_ids, index.topk) == (LAYERS, TOPK)
     assert index.starts.tolist() == np.cumsum([0, *index.seqlens]).tolist()
-    assert nbytes(index) <= 60 * len(index)
+    assert nbytes(index) <= 64 * len(index)
 
 
 @pytest.mark.parametrize("groups", [0, 1, 4])
@@ -127,7 +135,7 @@ def test_pickled_index_is_the_same_and_little_more_than_its_numbers(groups):
 def test_digest_depends_on_every_number():
     index = BatchIndex.of(make_samples())
     columns = [name for name, column in vars(index).items() if isinstance(column, np.ndarray)]
-    assert len(columns) == 13
+    assert len(columns) == 14
     for name in columns:
         changed = getattr(index, name).copy()
         changed[3] = changed[3] == 0 if name == "truncated" else changed[3] + 1

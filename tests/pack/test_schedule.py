@@ -330,7 +330,7 @@ STAGES = "pipeline_model_parallel_layout=Ett|t|t|L"  # features behind the first
 def index_of(lengths: list[int], groups: list[int]) -> BatchIndex:
     """Samples of these rows and groups; the other numbers do not matter here."""
     columns: dict[str, Any] = {
-        f.name: np.zeros(len(lengths), np.int32) for f in fields(BatchIndex)[:13]
+        f.name: np.zeros(len(lengths), np.int32) for f in fields(BatchIndex)[:14]
     }
     columns |= dict(seqlens=np.array(lengths), groups=np.array(groups))
     return BatchIndex(**columns)

@@ -188,6 +188,31 @@ def test_compile_plan_refuses_a_warmup_beyond_the_last_update(steps: int, miniba
     assert f"{updates + 1}, expected at most {updates}, the optimizer steps of the run" in found
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ([], None),
+        (["model.mtp=false"], "model.mtp false, expected true"),
+        (["rollout.engine_options.speculative_config={method: ngram}"], "expected one of them"),
+        (["rollout.top_k=8"], "does not report them for drafted tokens"),
+        (["lora.rank=8", "lora.publish=adapter"], "Use lora.publish: merge"),
+        (["rollout.servers=[http://localhost:8000]"], None),
+        (["rollout.gpus=8"], None),
+    ],
+)
+def test_compile_plan_refuses_drafts_that_the_engine_cannot_make(more: list[str], says: str | None):
+    mtp = [] if "model.mtp=false" in more else ["model.mtp=true"]
+    found = problems_of(GLM47, "rollout.speculation=mtp", *mtp, *more)
+    found = [each for each in found if each.startswith("mtp")]
+    assert len(found) == (says is not None) and all((says or "") in each for each in found)
+
+
+def test_compile_plan_refuses_drafts_of_a_family_that_was_never_compared():
+    run = ("model.mtp=true", "rollout.speculation=mtp")
+    found = problems_of(REPOSITORY / "configs/qwen3_next_80b.yaml", *run)
+    assert any("with model.family qwen3_next" in each for each in found)
+
+
 # Notes -------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from tests.helpers.plan_pages import glm47, time_of
 
 pytestmark = pytest.mark.multiprocess
 
+DRAFTS = "rollout.speculation=mtp"
 SCORED = "rollout.max_mismatch=1"  # every batch is scored before its update
 
 
@@ -232,6 +233,16 @@ def test_step_time_counts_the_all_reduces_of_an_engine():
     assert alone["layers"] > 0 and "all-reduces" not in alone
 
 
+def test_step_time_of_drafted_tokens_has_fewer_passes_with_one_more_layer():
+    run = ("rollout.tp=2", "model.mtp=true")
+    found, plain = (amounts(glm47(*run, more), "rollout") for more in (DRAFTS, "seed=1"))
+    assert found["layers"] / 48 == pytest.approx(plain["layers"] / 47 / 1.7)
+    assert found["all-reduces"] == pytest.approx(2 * found["layers"])
+    assert found["tensor parallel"] > plain["tensor parallel"]  # rejected tokens too
+    assert 1 / 1.7 < found["tokens"] / plain["tokens"] < 0.7  # more experts, a layer and a head
+    assert amounts(glm47(*run, DRAFTS), "publish")["tensors"] == 9491 + 210
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -412,6 +423,9 @@ def test_num_tensors_is_that_of_the_weight_table(config: str):
         changed = sizes.model_copy(update={"tie_word_embeddings": tied})
         changed.__dict__.pop("num_tensors", None)
         assert changed.num_tensors == sum(len(row.hf_names) for row in changed.weights(0))
+    if sizes.num_nextn_predict_layers:
+        every = sum(len(row.hf_names) for row in sizes.weights(1))
+        assert sizes.num_mtp_tensors == every - sizes.num_tensors
 
 
 def test_step_time_counts_the_tensors_of_a_weight_sync():

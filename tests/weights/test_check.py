@@ -202,6 +202,7 @@ def test_sync_weights_compares_every_tensor_of_the_engine(parts: Parts):
 def test_engine_tensor_names_leaves_mtp_layers_out():
     names = ["model.embed_tokens.weight", "model.layers.3.x", "model.layers.4.x", "lm_head.weight"]
     assert check.engine_tensor_names(names, 4) == [names[0], names[1], names[3]]
+    assert check.engine_tensor_names(names, 4, drafts=True) == names
 
 
 @pytest.mark.parametrize(

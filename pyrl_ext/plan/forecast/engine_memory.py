@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.items import Item
-from pyrl_ext.plan.forecast.parameters import published_factors
+from pyrl_ext.plan.forecast.parameters import engine_parameters, published_factors
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
-from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.plan import Plan
@@ -66,7 +65,7 @@ def engine_memory(plan: Plan) -> EngineMemory | None:
 
 def whole_weights(plan: Plan) -> int:
     """Bytes of all weights in the engine's dtype, with the encoders'."""
-    return plan.engine_bytes * (parameters(plan.sizes).total + encoder_parameters(plan))
+    return plan.engine_bytes * (engine_parameters(plan).total + encoder_parameters(plan))
 
 
 def state_bytes(plan: Plan, tp: int) -> int:

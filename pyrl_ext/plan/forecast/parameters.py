@@ -195,6 +195,14 @@ class Published(NamedTuple):
         return Published(self.tensors + other.tensors, self.numbers + other.numbers)
 
 
+def engine_parameters(plan: Plan) -> Parameters:
+    """Parameters of the language model in an engine, with the MTP layers that draft tokens."""
+    total = parameters(plan.sizes)
+    for _ in range(plan.draft_layers):
+        total += mtp_parameters(plan.sizes)
+    return total
+
+
 def published_factors(plan: Plan) -> Published:
     """All factors that the engine may get: it has no use for those of MTP layers."""
     sizes = plan.sizes
@@ -213,7 +221,10 @@ def published(plan: Plan) -> Published:
     factors, or the weights that adapters change. vLLM fuses the tensors of a layer, so it gets the
     whole layer if one of them changes."""
     sizes = plan.sizes
-    every = Published(sizes.num_tensors, parameters(sizes).total)
+    tensors = sizes.num_tensors
+    if plan.draft_layers:
+        tensors += plan.draft_layers * sizes.num_mtp_tensors
+    every = Published(tensors, engine_parameters(plan).total)
     if plan.lora_publish == "adapter":
         return published_factors(plan) + every if plan.sends_all else published_factors(plan)
     if plan.sends_all:
@@ -233,7 +244,7 @@ def published(plan: Plan) -> Published:
 
 def _unchanged(plan: Plan) -> Published:
     """Frozen weights that a weight sync leaves out after the first one."""
-    table = plan.sizes.weights(0)
+    table = plan.sizes.weights(plan.draft_layers)
     changing = {layer_of(row) for row in table if row.megatron_name not in plan.frozen} - {None}
     total = Published()
     for row in table:

@@ -58,11 +58,11 @@ def heads_of(plan: Plan) -> Heads:
 
 def kv_bytes_per_token(plan: Plan, tp: int) -> int:
     """Bytes that the engine's KV cache holds for one token on each of its `tp` GPUs, in the layers
-    that attend."""
+    that attend; those that draft tokens do too."""
     sizes = plan.sizes
     if isinstance(sizes, Latent):  # one latent for all heads: a copy on every rank
         width = sizes.kv_lora_rank + sizes.qk_rope_head_dim
     else:
         width = kv_heads(plan, tp) * sum(head_widths(sizes))
-    attending = sum(kind.mixer == "attention" for kind in sizes.layer_kinds)
+    attending = sum(kind.mixer == "attention" for kind in sizes.layer_kinds) + plan.draft_layers
     return DTYPE_BYTES[plan.rollout_dtype] * attending * width

@@ -253,6 +253,12 @@ class ModelSizes(BaseModel, ABC):
             count += layers * sum(len(row.hf_names) for row in rows)
         return count
 
+    @cached_property
+    def num_mtp_tensors(self) -> int:
+        """Number of tensors of one MTP layer, as `weights` lists them."""
+        rows = [*self._layer_rows(self.num_hidden_layers), *self._mtp_rows(0)]
+        return sum(len(row.hf_names) for row in rows)
+
     def weights(self, mtp_layers: int) -> list[Weight]:
         """The weight table: one row for each parameter, in the order of publishing."""
         vocab = self.vocab_size, self.hidden_size

@@ -20,6 +20,7 @@ from pyrl_ext.plan.rules._rule import (
 # separate rule, or may stay when rollouts are played again.
 READERS = {
     **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
+    "speculation": ("vllm",),
     **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
     **dict.fromkeys(("stop", "oversample", "record", "check_tensors"), ("hf", "vllm")),
     "max_mismatch": ("hf", "vllm"),
@@ -58,6 +59,32 @@ def the_engine_runs_the_family(plan: Plan) -> Found:
         return (
             "vllm with model.family kimi_k25, expected hf; vLLM 0.32 for CPUs exits at startup "
             "with this family, and reads an image processor of another format than transformers"
+        )
+
+
+@rule("rollout.speculation")
+def the_engine_can_draft(plan: Plan) -> Found:
+    rollout = plan.rollout
+    if rollout.speculation is None or rollout.engine != "vllm":
+        return None
+    if not plan.model.mtp:
+        return (
+            "mtp with model.mtp false, expected true; the engine drafts with the layers that the "
+            "trainer trains"
+        )
+    if "speculative_config" in rollout.engine_options:
+        return "mtp with rollout.engine_options.speculative_config, expected one of them"
+    if plan.trains_on_sampling_mask:
+        return (
+            "mtp with the tokens that top-p and top-k kept, expected null; vLLM's worker for CPUs "
+            "does not report them for drafted tokens. Use rollout.speculation: null"
+        )
+    if plan.lora_publish == "adapter":
+        return "mtp with adapters in the engine, expected null. Use lora.publish: merge"
+    if plan.sizes.state_mixer is not None:
+        return (
+            f"mtp with model.family {plan.model.family}, expected null; vLLM 0.32 for CPUs does "
+            "not start with its MTP layers, so that their samples were never compared"
         )
 
 

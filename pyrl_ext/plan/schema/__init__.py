@@ -162,6 +162,9 @@ class Rollout(Servers):
     never split"""
     engine_options: dict[str, Any] = Field(default={})
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
+    speculation: Literal["mtp"] | None = None
+    """mtp: the engine drafts a token with each MTP layer of the model, and samples which of them to
+    keep, so that responses have the same distribution; null: it drafts none (vllm)"""
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """divisor of the logits, in the engine and in the trainer"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

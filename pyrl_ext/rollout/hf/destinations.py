@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.adapters import adapters_of, is_factor
+from pyrl_ext.rollout.draft_layers import draft_shapes
 from pyrl_ext.rollout.hf.adapters import attach
 from pyrl_ext.rollout.hf.checkpoint_renames import published
 from pyrl_ext.rollout.hf.model import model_class, read_config
@@ -43,15 +44,23 @@ class Destinations:
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any] | str | Path, lora: Lora | None = None
+        cls, config: dict[str, Any] | str | Path, lora: Lora | None = None, drafts: bool = False
     ) -> Destinations:
-        """The destinations of the model of a config, with the factors of adapters that it applies;
-        without memory, for names and shapes."""
+        """The destinations of the model of a config; without memory, for names and shapes.
+
+        Args:
+            lora: adapters that it applies, whose factors have destinations too
+            drafts: its MTP layers have destinations too
+        """
         known = read_config(config)
         with torch.device("meta"):
             model = model_class(known).from_config(known)
         model.tie_weights()
-        return cls.of(model, lora)
+        held = cls.of(model, lora)
+        if drafts:
+            shapes = draft_shapes(config)
+            held.parts |= {n: [torch.empty(s, device="meta")] for n, s in shapes.items()}
+        return held
 
     @classmethod
     def of(cls, model: PreTrainedModel, lora: Lora | None) -> Destinations:

@@ -24,8 +24,9 @@ from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
 
-# tokens: two blocks of 128, vLLM's largest; and for an engine without a cache
-LONG = 264
+BLOCK = 128  # tokens of vLLM's largest block
+# tokens: two blocks; and for an engine without a cache
+LONG = 2 * BLOCK + 8
 SHORT = 40
 NEW = 2  # tokens that are sampled
 TOP = 8  # most likely tokens that are compared for each sampled one
@@ -58,19 +59,27 @@ class Canary:
 
     @classmethod
     def of(
-        cls, model: ServedModel, room: int, has_cache: bool, temperature: float, exact: bool
+        cls,
+        model: ServedModel,
+        room: int,
+        has_cache: bool,
+        temperature: float,
+        exact: bool,
+        drafts: bool = False,
     ) -> Canary:
         """
         Args:
             room: longest context and response together that the model takes
             has_cache: engines keep contexts of finished requests in blocks, as vLLM does
             exact: trainer and engines compute in float32
+            drafts: engines draft tokens; vLLM then computes a context's last whole block again
         """
         length = min(LONG if has_cache else SHORT, room - NEW)
         draw = random.Random(0)
         tokens = tuple(draw.randrange(model.vocab_size) for _ in range(length))
         limits = (1e-5, 1e-4, 5e-3) if exact else (0.1, 0.1, 0.3)
-        return cls(tokens, model, temperature, length - TAIL if has_cache else 0, *limits)
+        cached = length - TAIL - (BLOCK if drafts else 0)
+        return cls(tokens, model, temperature, cached if has_cache else 0, *limits)
 
     async def ask(self, server: Server, version: int) -> Answer:
         """A server's answer, through its cache if it has one.
@@ -238,4 +247,5 @@ def canary_of(plan: Plan) -> Canary | None:
         plan.rollout.engine == "vllm",
         plan.rollout.temperature,
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
+        plan.draft_layers > 0,
     )

@@ -66,7 +66,7 @@ def difference(trainer: Identity, engine: Mapping[str, Any]) -> str | None:
 
 def shapes_of(plan: Plan) -> dict[str, torch.Size]:
     """Shape of every tensor that an engine of this plan holds, by its checkpoint name."""
-    held = Destinations.from_config(plan.hf, applied_lora(plan))
+    held = Destinations.from_config(plan.hf, applied_lora(plan), plan.draft_layers > 0)
     return {name: held.shape(name) for name in held.parts}
 
 

@@ -48,6 +48,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
     init_info_cls = NoInit
     supports_draft_weight_update = False
     reload_weights: Any
+    draft: torch.nn.Module | None = None  # `ServedWorker` sets it
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         model: torch.nn.Module,
     ):
         super().__init__(config, vllm_config, device, model)
-        self._destinations = Destinations.from_config(vllm_config.model_config.model)
+        drafts = vllm_config.speculative_config is not None
+        self._destinations = Destinations.from_config(vllm_config.model_config.model, drafts=drafts)
         parts = self._destinations.parts
         shape = self._destinations.shape
         self.staged = StagedUpdate({name: shape(name) for name in parts}, device)
@@ -133,6 +135,11 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
 
     def _held_model(self) -> torch.nn.Module:
         return self.model
+
+    def _draft_model(self) -> torch.nn.Module | None:
+        if self.draft is None and self.vllm_config.speculative_config is not None:
+            raise TransferError("weights: no draft model, expected `identity` called before")
+        return self.draft
 
     def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
         inplace.reload_weights(self.vllm_config, self.model, weights_iterator, None, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ class ServedWorker:
     """`--worker-extension-cls` of vLLM's server."""
 
     vllm_config: Any
+    get_draft_model: Callable[[], Any]
     weight_transfer_engine: Any
     _held = Holder()  # vLLM has one worker in a process
 
@@ -32,6 +33,8 @@ class ServedWorker:
 
     def identity(self) -> dict[str, str]:
         """The digests that a trainer compares before it publishes to this server."""
+        # vLLM gives a transfer engine the model alone
+        self.weight_transfer_engine.draft = self.get_draft_model()
         model = self.vllm_config.model_config
         config = json.loads(Path(model.model, "config.json").read_text(encoding="utf-8"))
         shapes = self.weight_transfer_engine.staged.wanted

@@ -73,6 +73,7 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         weight_version=first.weight_version,
         version_spans=joined_spans(turns),
         masked=int((~route_mask[: first.masked]).sum()),  # turns know the context of later ones
+        passes=sum(turn.passes for turn in turns),
         turn=number,
         spans=spans,
     )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def installed() -> bool:
@@ -95,6 +96,8 @@ def patch() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
 
     method: Any = experts.UnquantizedFusedMoEMethod
     setup = method._setup_kernel
@@ -112,6 +115,24 @@ def patch() -> None:
     embedding: Any = vocab_parallel_embedding.UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = _unpacked
     FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)
+    cpu_triton_utils._expand_kernel_impl = _expand  # type: ignore  # of engines that start later
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+
+def _expand(
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replaced: float,
+    replacement: float,
+    MAX_NUM_TOKENS: int = 0,
+) -> None:
+    """Writes the value of each request to its drafted tokens, of which ``ends`` counts those up to
+    each request. vLLM 0.32's own writes into a copy in int64, so drafted tokens are sampled with
+    temperatures from memory that was never written (`cpu_triton_utils.py`)."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    values = torch.where(values == replaced, replacement, values).to(output.dtype)
+    output.copy_(values.repeat_interleave(counts))
 
 
 def _without_adapters(finish: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from pyrl_ext.rollout.hf.images import Scale
 from pyrl_ext.rollout.hf.sampling import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
+from pyrl_ext.rollout.vllm.drafts import drafting
 from pyrl_ext.rollout.vllm.requests import Requests, image_arguments
 from pyrl_ext.rollout.vllm.sampling_mask import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.start import reports_routes, start, unwritten, world_of
@@ -62,6 +63,8 @@ class VLLMEngine(Engine):
             Triton's interpreter, 100 times slower than our worker
         sampling_mask: samples carry tokens kept by top-p and top-k. On a GPU sampling then needs
             a top-k, and log-probs of greedy samples are 0
+        draft_layers: MTP layers with which it drafts tokens, one each; their weights come with the
+            others. Samples count the forward passes that sampled them
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         scale: of the image processor; None: prompts have no images
         lora: adapters that it applies itself; their factors come with the weights
@@ -85,6 +88,7 @@ class VLLMEngine(Engine):
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
         sampling_mask: bool = False,
+        draft_layers: int = 0,
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
         scale: Scale | None = None,
@@ -110,6 +114,7 @@ class VLLMEngine(Engine):
         self._own = own
         self._loads = 0
         self._sleeps = sleeps
+        self._drafts = draft_layers > 0
         self._asleep = set[str]()
         self._captures = bool(self.layer_ids) and not own
         self._kept = sampling_mask
@@ -128,7 +133,7 @@ class VLLMEngine(Engine):
             "max_num_seqs": max_num_seqs,
         }
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
-        arguments |= image_arguments(scale) | lora_arguments(given, lora)
+        arguments |= image_arguments(scale) | lora_arguments(given, lora) | drafting(draft_layers)
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         with world_of(ranks):
             self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
@@ -285,6 +290,7 @@ class VLLMEngine(Engine):
         left = dict[str, Turn]()
         waiting = deque[str]()
         begun = 0
+        passes = Counter[str]()
         is_open = True
         loads = self._loads
         version = self.version
@@ -316,10 +322,12 @@ class VLLMEngine(Engine):
                     )
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = cast("list[RequestOutput]", self._engine.step())
+                passes.update(output.request_id for output in outputs)
                 for each in [output for output in outputs if output.finished]:
                     turn = left.pop(each.request_id)
                     name = each.request_id
-                    yield self._sample(turn, name, each.outputs[0], asked.decoded[turn.prompt.id])
+                    images = asked.decoded[turn.prompt.id]
+                    yield self._sample(turn, name, each.outputs[0], images, passes.pop(name))
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
                 self._engine.abort_request(list(left))
@@ -337,7 +345,12 @@ class VLLMEngine(Engine):
         return request_of(self.version or 0, self._loads)
 
     def _sample(
-        self, turn: Turn, name: str, output: CompletionOutput, images: tuple[Image, ...]
+        self,
+        turn: Turn,
+        name: str,
+        output: CompletionOutput,
+        images: tuple[Image, ...],
+        passes: int,
     ) -> Sample:
         prompt = turn.prompt
         if output.finish_reason not in ("stop", "length"):
@@ -370,6 +383,7 @@ class VLLMEngine(Engine):
             finish_reason=output.finish_reason,
             images=images,
             turn=turn.number,
+            passes=passes if self._drafts else 0,
             **sample_fields(self._sets(name, output), start),
         ).check()
 

@@ -16,6 +16,7 @@ from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
+from pyrl_ext.rollout.vllm.drafts import DraftLoad
 from pyrl_ext.rollout.vllm.stacks import ExpertStacks, places_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Loading(AdapterLoading):
         """
         if self._destinations is None:
             given = self.vllm_config.model_config.model
-            self._destinations = Destinations.from_config(given, self.lora)
+            drafts = self._draft_model() is not None
+            self._destinations = Destinations.from_config(given, self.lora, drafts)
         if only is None:
             self._taken = DigestLog(finite=True)
         else:
@@ -89,18 +91,25 @@ class Loading(AdapterLoading):
             self._use(factors, load)
 
     def _reload_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        draft = DraftLoad(self._draft_model(), self.vllm_config)
         with self._without_adapters():
             try:
-                self.reload_weights(weights_iterator=weights)
+                self.reload_weights(weights_iterator=draft.without_drafts(weights))
             except BaseException:
                 # vLLM keeps the parts of incomplete layers and would complete them with parts of
                 # the next load; an empty load drops them
                 self.reload_weights(weights_iterator=())
                 raise
+            finally:
+                draft.finish()
 
     def _held_model(self) -> torch.nn.Module:
         """The model that is loaded."""
         return self.model_runner.model
+
+    def _draft_model(self) -> torch.nn.Module | None:
+        """The model with which vLLM drafts tokens, if it does."""
+        return self.model_runner.get_draft_model()
 
     def _noted(
         self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], stay_valid: bool
@@ -129,7 +138,7 @@ class Loading(AdapterLoading):
         """The model that this worker serves, as `make_identity` names it."""
         known = self.vllm_config.model_config
         config = json.loads(Path(known.model, "config.json").read_text(encoding="utf-8"))
-        held = Destinations.from_config(config)
+        held = Destinations.from_config(config, drafts=self._draft_model() is not None)
         dtype = str(known.dtype)[6:]
         shapes = {name: held.shape(name) for name in held.parts}
         return make_identity(config, shapes, dtype, known.tokenizer)
@@ -153,7 +162,11 @@ class Loading(AdapterLoading):
         """vLLM's parameters and buffers, packed, fused and sharded as they are. Weights that a CPU
         library has packed are not visible; their product with a vector stands for them."""
         yield from self._adapter_memory()
-        for name, module in self.model_runner.model.named_modules():
+        modules: list[tuple[str, Any]] = list(self._held_model().named_modules())
+        shared = {module for _, module in modules}
+        if (draft := self._draft_model()) is not None:
+            modules += [(f"draft {n}", m) for n, m in draft.named_modules() if m not in shared]
+        for name, module in modules:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     yield f"{name}.{key}", tensor

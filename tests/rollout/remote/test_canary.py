@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from pyrl_ext.rollout.remote.canary import LONG, Canary
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.rollout.remote.canary import LONG, Canary, canary_of
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Request, decode_routes, encode_routes
+from tests.helpers.configs import CONFIGS
 from tests.helpers.http_engine import EXPERTS, LAYERS, VOCAB, HttpEngine, K, Messages
 
 CANARY = Canary.of(ServedModel(VOCAB, LAYERS, (1, 2, 3), EXPERTS, K), 512, True, 1.0, True)
@@ -65,6 +67,15 @@ async def ask(twist: Any) -> Answer:
 async def test_canary_returns_the_answer_through_the_cache():
     answer = await ask(cache_of(nothing, LONG - 8))
     assert answer.cached_tokens == LONG - 8
+
+
+def test_canary_of_engines_that_draft_needs_a_block_less():
+    """vLLM computes the last whole block again, for the hidden states that its drafts begin with
+    (`test_server_that_drafts_equals_transformers`)."""
+    mtp = ("model.mtp=true", "rollout.speculation=mtp")
+    plain, drafting = (canary_of(compile_plan(CONFIGS / "glm47.yaml", more)) for more in ((), mtp))
+    assert plain is not None and drafting is not None
+    assert plain.cached - drafting.cached == 128 and drafting.cached == 128
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from torch import Tensor
 
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make .venv/.vllm", allow_module_level=True)
 
+from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.auth import TABLE, Keys
@@ -37,9 +39,11 @@ from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 from pyrl_ext.rollout.remote.server_update import ServerUpdate
 from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish, release
 from pyrl_ext.samples import Sampling
+from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
 from tests.helpers.tiny import CONFIG, tiny_plan
+from tests.helpers.vllm_pair import drafting_weights, with_drafts
 
 pytestmark = pytest.mark.vllm
 
@@ -50,12 +54,12 @@ LAYERS = (1, 2, 3)
 class Served:
     """The server, and the trainer's loop."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *overrides: str):
         with socket.create_server(("127.0.0.1", 0)) as door:
             self.address = f"http://127.0.0.1:{door.getsockname()[1]}"
         keys = key_folder(folder)
         options = (f"rollout.servers=[{self.address}]", "rollout.engine=vllm", f"run={folder}")
-        options = (*options, f"rollout.keys={keys}")
+        options = (*options, f"rollout.keys={keys}", *overrides)
         self.plan = tiny_plan(*options)
         self.log = folder / f"engine-{self.address[17:]}.log"
         command = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG), *options]
@@ -81,7 +85,11 @@ class Served:
         return self.run(self.server.generate(request, Partial(request)))
 
     def publish(self, version: int, broadcast: bool = False, **more: Any) -> Published:
-        tensors = checkpoint(MODELS[version])
+        return self.publish_tensors(checkpoint(MODELS[version]), version, broadcast, **more)
+
+    def publish_tensors(
+        self, tensors: dict[str, Tensor], version: int, broadcast: bool = False, **more: Any
+    ) -> Published:
         weights = Weights(tensors.items(), version, shapes_of(self.plan), broadcast=broadcast)
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
@@ -231,3 +239,37 @@ def test_publish_recovers_from_what_another_trainer_left(served: Served):
     served.publish(2)
     request = Request("after", tuple(range(3, 20)), 4, salt="2")
     check(served.generate(request), request, 2)
+
+
+def test_server_that_drafts_equals_transformers(tmp_path: Path):
+    """It gets the MTP layer too; a server without it holds other tensors, and is refused."""
+    config = with_drafts(tmp_path, hf_of("tiny"))
+    tokenizer = f"model.tokenizer={CONFIGS}/tiny"
+    model = (f"model.config={config}/config.json", tokenizer, "model.mtp=true")
+    served = Served(tmp_path, *model, "rollout.speculation=mtp")
+    hf = HFEngine(config)
+    try:
+        served.answers()
+        plain = tiny_plan(f"run={tmp_path}/plain", *model)
+        with pytest.raises(AssertionError, match="its tensors is"):
+            served.publish_tensors(drafting_weights(hf, config, 1), 1, identity=identity_of(plain))
+        for version in (1, 2):
+            weights = drafting_weights(hf, config, version)
+            hf.load_weights(weights.items(), version)
+            served.publish_tensors(weights, version)
+            context = tuple(range(3, 36))
+            request = Request(f"r{version}", context, 12, salt=str(version))
+            answer = served.generate(request)
+            tokens = torch.tensor((*context, *answer.token_ids))
+            with torch.no_grad():
+                logits = hf.model(tokens[None]).logits[0, len(context) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, tokens[len(context) :, None])[:, 0]
+            found = torch.tensor(answer.logprobs)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            assert answer.routes is not None
+            for layer, chosen in hf.routed.chosen.items():
+                own = torch.from_numpy(answer.routes[:, layer].astype("int64"))
+                wanted = chosen.view(len(tokens), -1)[:-1]
+                assert torch.equal(own.sort(-1).values, wanted.sort(-1).values)
+    finally:
+        served.close()
