@@ -5,10 +5,14 @@ forever. So a thread of each rank writes a heartbeat to the rendezvous store onc
 rank's phase and step. Rank 0 reads all heartbeats, the other ranks read that of rank 0. All read
 two more keys: ``alarm``, set when a collective failed anywhere, shortens the patience; ``cause`` is
 why the run ends, from the first rank that knows.
+
+After the run the processes end one by one, and torchrun waits for all of them without a limit. So
+rank 0 ends last: the others send heartbeats until they exit, and say so.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -40,6 +44,8 @@ WAIT = 2 * SUSPECT + 2  # for the name of a dead rank, until an error counts as 
 GRACE = 5  # for the main thread to end the process, before the monitor thread does
 START = timedelta(minutes=5)  # for the first heartbeats
 STORE = -1  # stands for the store among the watched ranks
+EXITS = "its exit"  # the place of a process that needs no more heartbeats
+LOOKS = 10  # in an interval, at the processes that have not exited
 
 
 class Process(NamedTuple):
@@ -82,6 +88,7 @@ class Heartbeat:
         self._decided = threading.Event()
         self._last = threading.Event()
         self._left = threading.Event()
+        self._exits = False
         self._wake = threading.Event()
         if self.world_size > 1:
             self._start()
@@ -95,17 +102,23 @@ class Heartbeat:
     def place(self) -> str:
         """Phase and step of this rank, and its modules if the run has several:
         ``vision's update of step 7``."""
+        if self._exits:
+            return EXITS
         if self.step is None:
             return f"{self._module}start-up"
         phase = "" if self._phase in (None, "step") else f"{self._phase} of "
         return f"{self._module}{phase}step {self.step}"
 
     def leave(self) -> None:
-        """End the heartbeats of all ranks. Communicates: a barrier of the world."""
+        """End the watch over other ranks, until rank 0 exits. Communicates: a barrier of the world.
+
+        A process that exits in another way than by the end of its main module is not waited for.
+        """
         if self.world_size > 1:
             dist.barrier()
             self._left.set()
-            self._flush()
+            if self.rank == 0:
+                self._flush()
             self._monitor_thread.join()
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -153,6 +166,7 @@ class Heartbeat:
         self._exchange_thread.start()
         self._monitor_thread.start()
         self._on_sigterm = signal.signal(signal.SIGTERM, self._note)
+        atexit.register(self._exit_in_order)  # now, so that it runs after handlers of the run
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         """torchrun ends the other ranks when one dies: find out which before this one ends, unless
@@ -220,6 +234,42 @@ class Heartbeat:
                 self._decide(f"{self._name(self.rank)} was ended by SIGTERM in {self.place}")
         if not self._left.wait(GRACE * INTERVAL):
             self._exit()
+
+    def _exit_in_order(self) -> None:
+        """After `leave`: rank 0 waits for the other processes, and the others say that they exit.
+        Rank 0 ends with an error if one of them does not, and sends no heartbeats."""
+        if not self._left.is_set():
+            return
+        if self.rank > 0:
+            self._exits = True
+            self._flush()
+            return
+        missed = Counter[int]()
+        seen: dict[int, int] = {}
+        waiting = set(self._watched)
+        while waiting:
+            try:
+                self._receive()
+            except RuntimeError:  # no store: torchrun has ended
+                return
+            for rank in sorted(waiting):
+                serial, place = self._beats[rank]
+                missed[rank] = missed[rank] + 1 if serial == seen.get(rank) else 0
+                seen[rank] = serial
+                if place == EXITS:
+                    waiting.remove(rank)
+            silent = [rank for rank in sorted(waiting) if missed[rank] >= SILENT * LOOKS]
+            if silent:
+                print(
+                    f"error: no heartbeat for {SILENT * INTERVAL:.0f} s from "
+                    f"{self._names(silent)}. All ranks had finished the run, and its files are "
+                    "whole; rank 0 ends with an error so that torchrun ends the others",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            if waiting:
+                time.sleep(INTERVAL / LOOKS)
 
     def _names(self, ranks: Sequence[int]) -> str:
         return "; ".join(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.parallel import heartbeat
 from tests.helpers import hosts
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
@@ -50,10 +51,27 @@ def faulty_loss(logprobs, entropy, inputs, config):
     return policy_loss(logprobs, entropy, inputs, config.model_copy(update={"loss": "ppo"}))
 
 
+def usual_loss(logprobs, entropy, inputs, config):
+    """The usual loss, of a run whose rank 1 is stopped once all steps are done."""
+    if dist.destroy_process_group is destroy and dist.get_rank() == 1:
+        dist.destroy_process_group = stopped_before
+    heartbeat.SILENT = 4
+    return policy_loss(logprobs, entropy, inputs, config.model_copy(update={"loss": "ppo"}))
+
+
+destroy = dist.destroy_process_group
+
+
+def stopped_before(*groups) -> None:
+    (Path(os.environ["FAULTS_OF"]) / "fault-at-exit").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    destroy(*groups)
+
+
 class Launch:
     """The command on two ranks, with its output in a file."""
 
-    def __init__(self, folder: Path, log: Path):
+    def __init__(self, folder: Path, log: Path, loss: str = "faulty_loss", steps: int = 6):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train = ["--nproc-per-node", "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}"]
         more = {"OMP_NUM_THREADS": "1", "FAULTS_OF": str(folder), "PYTHONPATH": python_path(ROOT)}
@@ -65,8 +83,8 @@ class Launch:
                     *torchrun,
                     *train,
                     *QUICK,
-                    "steps=6",
-                    "objective.loss=tests.parallel.test_faults:faulty_loss",
+                    f"steps={steps}",
+                    f"objective.loss=tests.parallel.test_faults:{loss}",
                 ],
                 cwd=ROOT,
                 env=os.environ | more,
@@ -74,10 +92,11 @@ class Launch:
                 stderr=subprocess.STDOUT,
             )
 
-    def fault(self, step: int) -> int:
+    def fault(self, step: int | str) -> int:
         """Wait for the fault in ``step``; the process that it happened to."""
         seen = self.folder / f"fault-{step}"
-        self.wait(lambda: seen.exists() and seen.read_text())
+        self.wait(lambda: (seen.exists() and seen.read_text()) or self.process.poll() is not None)
+        assert seen.exists(), self.log.read_text()
         return int(seen.read_text())
 
     def error(self) -> str:
@@ -134,6 +153,23 @@ def test_train_names_a_lost_rank_and_the_same_command_resumes(tmp_path):
     again = Launch(run, tmp_path / "again.log")
     assert again.ended() == 0, again.log.read_text()
     assert whole_lines(run) == [0, 1, 2, 3, 4, 5]
+
+
+def test_train_ends_when_a_rank_is_stopped_after_the_last_step(tmp_path):
+    """torchrun waits for every process without a limit, and kills those that SIGTERM does not end
+    after half a minute."""
+    stopped = Launch(tmp_path / "run", tmp_path / "log", "usual_loss", 1)
+    process = stopped.fault("at-exit")
+    try:
+        stopped.wait(lambda: "error: no heartbeat" in stopped.log.read_text())
+        text = stopped.log.read_text()
+        assert "no heartbeat for 4 s from rank 1 (" in text
+        assert f"pid {process}), last heard in step 0. All ranks had finished the run" in text
+        assert stopped.process.poll() is None
+    finally:
+        os.kill(process, signal.SIGKILL)
+    assert stopped.ended() == 1 and whole_lines(tmp_path / "run") == [0]
+    assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir()
 
 
 def test_train_on_two_hosts():
