@@ -28,6 +28,7 @@ from pyrl_ext.parallel.buckets import from_one_rank
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.weight_protocol import TransferError
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
+from pyrl_ext.rollout.vllm.drafts import drafts_with_mtp
 from pyrl_ext.rollout.vllm.loading import Loading
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         model: torch.nn.Module,
     ):
         super().__init__(config, vllm_config, device, model)
-        drafts = vllm_config.speculative_config is not None
+        drafts = drafts_with_mtp(vllm_config)
         self._destinations = Destinations.from_config(vllm_config.model_config.model, drafts=drafts)
         parts = self._destinations.parts
         shape = self._destinations.shape
@@ -137,7 +138,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         return self.model
 
     def _draft_model(self) -> torch.nn.Module | None:
-        if self.draft is None and self.vllm_config.speculative_config is not None:
+        if self.draft is None and drafts_with_mtp(self.vllm_config):
             raise TransferError("weights: no draft model, expected `identity` called before")
         return self.draft
 

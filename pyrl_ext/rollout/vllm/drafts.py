@@ -18,6 +18,12 @@ def drafting(layers: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": layers}}
 
 
+def drafts_with_mtp(config: Any) -> bool:
+    """True if vLLM of this config drafts with MTP layers; it has other ways, such as n-grams."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method == "mtp"
+
+
 class DraftLoad:
     """One load of the draft model, next to a load of the model itself.
 

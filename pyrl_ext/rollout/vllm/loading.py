@@ -16,7 +16,7 @@ from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
-from pyrl_ext.rollout.vllm.drafts import DraftLoad
+from pyrl_ext.rollout.vllm.drafts import DraftLoad, drafts_with_mtp
 from pyrl_ext.rollout.vllm.stacks import ExpertStacks, places_of
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class Loading(AdapterLoading):
         return self.model_runner.model
 
     def _draft_model(self) -> torch.nn.Module | None:
-        """The model with which vLLM drafts tokens, if it does."""
-        return self.model_runner.get_draft_model()
+        """The model of MTP layers with which vLLM drafts tokens, if it does."""
+        return self.model_runner.get_draft_model() if drafts_with_mtp(self.vllm_config) else None
 
     def _noted(
         self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], stay_valid: bool

@@ -153,6 +153,18 @@ def test_generate_equals_transformers_for_other_families(config: dict[str, Any],
     pair.vllm.close()
 
 
+def test_engine_that_drafts_by_ngrams_takes_no_mtp_layers(tmp_path: Path):
+    """vLLM's own options, without a key of the plan."""
+    folder = with_drafts(tmp_path, hf_of("tiny"))
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    pair = Pair(folder, sampling_mask=False, speculative_config=ngrams)
+    sampling = Sampling(max_new_tokens=24, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(5, 70), sampling)
+    assert pair.check(samples, sampling)[0] < 1e-4
+    assert {s.passes for s in samples} == {0}
+    pair.vllm.close()
+
+
 OWN_ROUTES = """
 import sys
 from pathlib import Path
