@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 # logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward; by
 # remote engines, tests/rollout/remote/test_engine.py
 ELSEWHERE = {
+    "rollout/tokens_per_pass",  # tests/rollout/vllm/test_speculation.py
     *(metric.name for metric in SERVER_METRICS),
     *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_async_rollouts.py
     *(metric.name for metric in SOURCE_METRICS),  # tests/train/test_sources.py
