@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pyrl_ext.data.files import Broken, cut
+from pyrl_ext.data.time_limit import Late, time_limit
 from pyrl_ext.data.tokenizer import Tokenizer
+
+SECONDS = 30.0  # of rendering one conversation
 
 # as transformers looks for it
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -137,9 +140,18 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
 
 
 def apply_template(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
-    """Render messages by the tokenizer's chat template. Raises: Broken if the template fails."""
+    """Render messages by the tokenizer's chat template.
+
+    Raises: Broken if the template fails, or takes more than `SECONDS` in the main thread.
+    """
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        with time_limit(SECONDS):
+            return tokenizer.apply_chat_template(messages, **options)
+    except Late:
+        raise Broken(
+            f"chat template: {SECONDS:g} s were not enough to render {len(messages)} messages",
+            "a template that ends; check its loops",
+        ) from None
     except Exception as error:  # templates raise what they like
         raise Broken(
             f"chat template: {type(error).__name__}: {error}", "messages it can render"

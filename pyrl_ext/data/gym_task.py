@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import random
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -13,6 +12,7 @@ from itertools import count
 from typing import Any
 
 from pyrl_ext.data.tasks import is_held_out
+from pyrl_ext.data.time_limit import Late, time_limit
 from pyrl_ext.plan.gym_tasks import PREFIX, gym_dataset
 from pyrl_ext.prompt import Prompt
 
@@ -133,10 +133,6 @@ def _entry(dataset: Any, number: int, seed: int) -> Entry:
         random.setstate(state)
 
 
-class _Late(BaseException):
-    """A scorer takes too long; no scorer catches it."""
-
-
 def score(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """The package's score of a response: of what its last <answer> tags hold, or of all of it.
 
@@ -153,15 +149,11 @@ def score(prompt: Prompt, text: str, tokens: list[int]) -> float:
     if not is_harmless(task, answer):
         return 0.0
     scorer = _scorer(task, prompt.meta["options"])
-    before = signal.signal(signal.SIGALRM, _raise_late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        return float(scorer(answer=answer, entry=prompt.meta["entry"]))
-    except (Exception, SystemExit, _Late):  # prime_factorization parses an answer without a check
+        with time_limit(SECONDS):
+            return float(scorer(answer=answer, entry=prompt.meta["entry"]))
+    except (Exception, SystemExit, Late):  # prime_factorization parses an answer without a check
         return 0.0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def is_harmless(task: str, answer: str) -> bool:
@@ -195,10 +187,6 @@ def _is_literal(answer: str) -> bool:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
     return True
-
-
-def _raise_late(number: int, frame: object) -> None:
-    raise _Late
 
 
 @lru_cache(64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
+from pyrl_ext.data import chat
 from pyrl_ext.data.chat import tokens_of_chat
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.tokenizer import load_tokenizer
@@ -98,6 +100,18 @@ def test_tokens_of_chat_ends_the_tiny_tokenizers_answers_with_eos():
 def test_tokens_of_chat_refuses(template: str, messages: list, message: str):
     with pytest.raises(Broken, match=message):
         tokens_of_chat(messages, tokenizer_with(template))
+
+
+def test_render_ends_a_template_that_does_not(monkeypatch: pytest.MonkeyPatch):
+    loops = "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    with pytest.raises(Broken, match=r"chat template: 0\.3 s were not enough to render 2 messages"):
+        chat.render(CONVERSATIONS[0], tokenizer_with(loops), generate=True)
+    monkeypatch.setattr(chat, "SECONDS", 600)
+    assert chat.render(CONVERSATIONS[0], tokenizer_with(PLAIN), generate=True)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_tokens_of_chat_takes_one_answer_of_a_template_that_forgets():
