@@ -6,8 +6,8 @@ rank's phase and step. Rank 0 reads all heartbeats, the other ranks read that of
 two more keys: ``alarm``, set when a collective failed anywhere, shortens the patience; ``cause`` is
 why the run ends, from the first rank that knows.
 
-After the run the processes end one by one, and torchrun waits for all of them without a limit. So
-rank 0 ends last: the others send heartbeats until they exit, and say so.
+After the last step torchrun waits for every process, without a limit. So all but rank 0 send
+heartbeats until they exit, and rank 0 exits after them, or with an error if one falls silent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -56,6 +56,24 @@ class Process(NamedTuple):
     pid: int
     has_store: bool
     run: str
+
+
+class Missed:
+    """Counts for each rank the looks in a row at which its heartbeat had not moved.
+
+    Attributes:
+        looks: rank -> their number
+    """
+
+    def __init__(self):
+        self.looks = Counter[int]()
+        self._seen: dict[int, int] = {}
+
+    def look(self, serials: Mapping[int, int]) -> None:
+        """``serials``: rank -> number of its last heartbeat."""
+        for rank, serial in serials.items():
+            self.looks[rank] = self.looks[rank] + 1 if serial == self._seen.get(rank) else 0
+        self._seen = dict(serials)
 
 
 class Heartbeat:
@@ -112,7 +130,7 @@ class Heartbeat:
     def leave(self) -> None:
         """End the watch over other ranks, until rank 0 exits. Communicates: a barrier of the world.
 
-        A process that exits in another way than by the end of its main module is not waited for.
+        A process that ends without its `atexit` handlers counts as silent.
         """
         if self.world_size > 1:
             dist.barrier()
@@ -208,26 +226,23 @@ class Heartbeat:
             self._decide(cause.decode())
 
     def _monitor(self) -> None:
-        missed = Counter[int]()  # watched rank -> looks in a row at which it had not moved
-        seen: dict[int, int] = {}
+        missed = Missed()
         wait = WAIT
         while not self._left.wait(INTERVAL) and self.cause is None:
             serials = {rank: serial for rank, (serial, _) in self._beats.items()}
             serials[STORE] = self._answers
-            for rank, serial in serials.items():
-                missed[rank] = missed[rank] + 1 if serial == seen.get(rank) else 0
-            seen = serials
+            missed.look(serials)
             patience = SUSPECT if self._suspects else SILENT
             wait -= self._terminated
-            if missed[STORE] >= patience or self._broken is not None:
+            if missed.looks[STORE] >= patience or self._broken is not None:
                 ranks = [rank for rank, process in enumerate(self._processes) if process.has_store]
                 self._decide(
                     f"the store on {self._store_host} does not answer ({self._broken or 'timeout'})"
                     ": torchrun there has ended, or the host or its network is down; its ranks: "
                     f"{self._names(ranks)}"
                 )
-            elif max(missed[rank] for rank in self._watched) >= patience:
-                silent = [rank for rank in self._watched if missed[rank] >= patience - 2]
+            elif max(missed.looks[rank] for rank in self._watched) >= patience:
+                silent = [rank for rank in self._watched if missed.looks[rank] >= patience - 2]
                 seconds = patience * INTERVAL
                 self._decide(f"no heartbeat for {seconds:.0f} s from {self._names(silent)}")
             elif wait <= 0:
@@ -244,21 +259,17 @@ class Heartbeat:
             self._exits = True
             self._flush()
             return
-        missed = Counter[int]()
-        seen: dict[int, int] = {}
-        waiting = set(self._watched)
-        while waiting:
+        missed = Missed()
+        while True:
             try:
                 self._receive()
             except RuntimeError:  # no store: torchrun has ended
                 return
-            for rank in sorted(waiting):
-                serial, place = self._beats[rank]
-                missed[rank] = missed[rank] + 1 if serial == seen.get(rank) else 0
-                seen[rank] = serial
-                if place == EXITS:
-                    waiting.remove(rank)
-            silent = [rank for rank in sorted(waiting) if missed[rank] >= SILENT * LOOKS]
+            serials = {rank: n for rank, (n, place) in self._beats.items() if place != EXITS}
+            if not serials:
+                return
+            missed.look(serials)
+            silent = [rank for rank in serials if missed.looks[rank] >= SILENT * LOOKS]
             if silent:
                 print(
                     f"error: no heartbeat for {SILENT * INTERVAL:.0f} s from "
@@ -268,8 +279,7 @@ class Heartbeat:
                     flush=True,
                 )
                 os._exit(1)
-            if waiting:
-                time.sleep(INTERVAL / LOOKS)
+            time.sleep(INTERVAL / LOOKS)
 
     def _names(self, ranks: Sequence[int]) -> str:
         return "; ".join(

@@ -19,9 +19,9 @@ def draft_shapes(config: Mapping[str, Any] | str | Path) -> dict[str, tuple[int,
     sizes = read_sizes(cast("Mapping[str, Any]", config))
     return {
         name: tuple(shape)
-        for row in sizes.weights(sizes.num_nextn_predict_layers)
+        for depth in range(sizes.num_nextn_predict_layers)
+        for row in sizes.mtp_weights(depth)
         for name, shape in zip(row.hf_names, row.shapes, strict=True)
-        if is_draft(name, sizes.num_hidden_layers)
     }
 
 

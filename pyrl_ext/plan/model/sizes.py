@@ -256,8 +256,12 @@ class ModelSizes(BaseModel, ABC):
     @cached_property
     def num_mtp_tensors(self) -> int:
         """Number of tensors of one MTP layer, as `weights` lists them."""
-        rows = [*self._layer_rows(self.num_hidden_layers), *self._mtp_rows(0)]
-        return sum(len(row.hf_names) for row in rows)
+        return sum(len(row.hf_names) for row in self.mtp_weights(0))
+
+    def mtp_weights(self, depth: int) -> list[Weight]:
+        """The rows of `weights` that belong to one MTP layer."""
+        rows = self._layer_rows(self.num_hidden_layers + depth) + self._mtp_rows(depth)
+        return [self.renamed(row) for row in rows]
 
     def weights(self, mtp_layers: int) -> list[Weight]:
         """The weight table: one row for each parameter, in the order of publishing."""

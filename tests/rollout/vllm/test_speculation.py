@@ -136,8 +136,8 @@ def test_load_weights_of_some_layers_leaves_the_others(pair: Pair):
     samples = pair.vllm.generate(prompts(5, 70), sampling)
     assert tokens_per_pass(samples) < 1.2 and pair.check(samples, sampling)[0] < 1e-4
     pair.load(0)
-    first = {n: t for n, t in drafting_weights(pair.hf, pair.config, 0).items() if ".0." in n}
-    first = {name: tensor for name, tensor in first.items() if name.startswith("model.layers.0.")}
+    weights = drafting_weights(pair.hf, pair.config, 0)
+    first = {name: weights[name] for name in weights if name.startswith("model.layers.0.")}
     pair.vllm.load_weights(first.items(), 2, only=first.keys())
     again = pair.vllm.generate(prompts(5, 70), sampling)
     assert [s.tokens.tolist() for s in again] == expected and tokens_per_pass(again) > 1.4
