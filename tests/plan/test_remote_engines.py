@@ -7,7 +7,7 @@ import pytest
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.model.counts import mtp_parameters, parameters
 from pyrl_ext.plan.model.hardware import BROADCAST, GPUS, TCP
 from tests.helpers.configs import CONFIGS
 from tests.helpers.plan_pages import time_of
@@ -56,6 +56,12 @@ def test_engine_memory_counts_weights_and_cache():
     assert memory.taken == int(0.9 * GPUS["H200"].memory)
     assert memory.tokens == (memory.taken - memory.weights) // memory.cache
     assert memory.least == memory.weights + memory.cache * (512 + 1024)
+    drafts = ("model.mtp=true", "rollout.speculation=mtp")
+    drafting = engine_memory(compile_plan(GLM47, [*HOSTS, *drafts]))
+    assert drafting is not None
+    assert drafting.cache == 2 * 48 * (512 + 64)
+    layer = 2 * mtp_parameters(plan.sizes).total // 4
+    assert drafting.weights == memory.weights + layer
     options = "rollout.engine_options={kv_cache_dtype: fp8}"
     assert engine_memory(compile_plan(GLM47, [*HOSTS, options])) is None
 

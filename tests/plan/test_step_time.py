@@ -241,6 +241,11 @@ def test_step_time_of_drafted_tokens_has_fewer_passes_with_one_more_layer():
     assert found["all-reduces"] == pytest.approx(2 * found["layers"])
     assert found["tensor parallel"] > plain["tensor parallel"]  # rejected tokens too
     assert 1 / 1.7 < found["tokens"] / plain["tokens"] < 0.7  # more experts, a layer and a head
+    few = (*run, "batching.prompts=8", "batching.samples_per_prompt=2", "batching.minibatches=1")
+    found = amounts(glm47(*few, DRAFTS), "rollout")
+    plain = amounts(glm47(*few), "rollout")
+    # two tokens of 4 samples choose 1.77 times the experts that one chooses
+    assert 0.9 < found["tokens"] / plain["tokens"] < 1
     assert amounts(glm47(*run, DRAFTS), "publish")["tensors"] == 9491 + 210
 
 

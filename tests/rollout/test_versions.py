@@ -41,6 +41,13 @@ def test_merged_turns_keep_the_version_of_every_token():
     assert sample.versions.tolist() == [4] * 11 + [6] + [4] + [7] * 4  # observed: the oldest
 
 
+def test_merged_turns_have_the_passes_of_all():
+    turns = [replace(turn, passes=2 + n) for n, turn in enumerate(turns_of((4, 4), (4, 4)))]
+    for merge, passes in ((True, [5]), (False, [2, 3])):
+        samples, _ = samples_of(turns, merge=merge, routes="first")
+        assert [sample.passes for sample in samples] == passes
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_masked_rows_are_counted_once(merge: bool):
     """The second turn's weights are newer than the routes of its context, the first turn's; its

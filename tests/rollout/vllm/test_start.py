@@ -8,12 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.start import world_of
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
 ENGINES = [0, 1]  # of three ranks; the last one has no engine
+
+
+def test_expand_writes_the_value_of_a_request_to_each_of_its_drafted_tokens():
+    """Sampling divides the logits of greedy requests, whose temperature is 0, by 1."""
+    written = torch.full((4,), float("nan"))
+    cpu._expand(written, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([1, 1, 4]), 0, 1)
+    assert written.tolist() == [0.5, 2.0, 2.0, 2.0]
+    cpu._expand(written, torch.tensor([0.0, 2.0]), torch.tensor([3, 4], dtype=torch.int32), 0, 1)
+    assert written.tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
 def sum_over(group: Any) -> float:
