@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pyrl_ext.data.files import Broken, cut
+from pyrl_ext.data.files import Broken, DataError, cut
 from pyrl_ext.data.time_limit import Late, time_limit
 from pyrl_ext.data.tokenizer import Tokenizer
 
@@ -142,15 +142,17 @@ def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list
 def apply_template(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
     """Render messages by the tokenizer's chat template.
 
-    Raises: Broken if the template fails, or takes more than `SECONDS` in the main thread.
+    Raises:
+        Broken: the template fails
+        DataError: it takes more than `SECONDS`, in the main thread; so would other conversations
     """
     try:
         with time_limit(SECONDS):
             return tokenizer.apply_chat_template(messages, **options)
     except Late:
-        raise Broken(
-            f"chat template: {SECONDS:g} s were not enough to render {len(messages)} messages",
-            "a template that ends; check its loops",
+        raise DataError(
+            f"chat template: {SECONDS:g} s were not enough to render {len(messages)} messages, "
+            "expected a template that ends; check its loops"
         ) from None
     except Exception as error:  # templates raise what they like
         raise Broken(

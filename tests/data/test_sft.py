@@ -9,7 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pyrl_ext.data import chat
 from pyrl_ext.data.files import Broken, DataError, open_records
+from pyrl_ext.data.prompts import load_prompts
 from pyrl_ext.data.sft import SftEncoder, SftSource
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Sample
@@ -106,6 +108,22 @@ def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path:
     head, *lines = str(caught.value).splitlines()
     assert head == f"{path}: {len(BROKEN)} of {len(BROKEN) + 2} records cannot be used"
     assert lines == [f"  {problem}" for problem in problems]
+
+
+def test_check_ends_at_the_first_record_that_a_template_does_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It would take the time limit again for each of the other records."""
+    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    tokenizer = load_tokenizer(CONFIGS / "tiny")
+    loop = "{% for i in range(99999) %}{% endfor %}"
+    tokenizer.chat_template = "{% for i in range(9999) %}" + loop + "{% endfor %}"
+    records = open_records(write_lines(tmp_path / "a.jsonl", CHAT, CHAT))
+    expected = r"^chat template: 0\.2 s were not enough"
+    with pytest.raises(DataError, match=expected):
+        SftSource(records, SftEncoder(tokenizer, 128, 8)).check()
+    with pytest.raises(DataError, match=expected):
+        load_prompts(records, tokenizer, 32)
 
 
 def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
