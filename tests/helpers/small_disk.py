@@ -33,6 +33,17 @@ def fill(folder: Path) -> None:
                 pass
 
 
+@contextmanager
+def mounted_at(file: Path, place: Path) -> Iterator[None]:
+    """``file`` also under the name ``place``, which is not a link; after `small_disk`."""
+    place.touch()
+    subprocess.run(["mount", "--bind", str(file), str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
 def make_read_only(folder: Path) -> None:
     """Remount the file system of ``folder`` read-only."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
