@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.megatron.bf16_moments import Bf16MomentsAdamW
 from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.ops.tensors import dtype_of
@@ -61,6 +62,10 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
             config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
         )
     _gather_once(optimizer)
+    if options.moments == "bfloat16":
+        for part in _parts(optimizer):
+            part.optimizer = Bf16MomentsAdamW(part.optimizer.param_groups)
+            part.init_state_fn = lambda inner, _: inner.init_state()
     for part in _parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -161,11 +166,11 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
     """Bytes of `state_tensors` after the first step, without weights in fp32, which it steps
     themselves; of wrapped chunks whose optimizer need not be built yet."""
-    weight = dtype_of(plan.model.dtype).itemsize
+    each = plan.optimizer_bytes
     held = 0
     for buffer in buffers(chunks):
         shares = buffer.data_parallel_group.size() if plan.optimizer.distributed else 1
-        held += (8 if weight == 4 else 12) * buffer.grad_data.numel() // shares
+        held += each * buffer.grad_data.numel() // shares
         held += 4 * len(buffer.param_index_map)  # Adam counts the steps of each
     if plan.optimizer.name == "muon":
         from pyrl_ext.megatron.muon import matrices
@@ -199,8 +204,8 @@ def sharded_state(optimizer: Any, models: dict) -> dict[str, Any]:
         models: sharded state dicts of the model chunks; their ``data`` are the live parameters.
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
-        (fp32; kind: param, exp_avg, exp_avg_sq; with Muon: param, momentum_buffer) of each part of
-        the optimizer.
+        (always fp32; kind: param, exp_avg, exp_avg_sq; with Muon: param, momentum_buffer) of each
+        part of the optimizer.
         With a distributed optimizer the first data-parallel rank alone has those to save.
     Communicates: that rank gathers them from the others, over gloo and in host memory.
     """
@@ -229,7 +234,9 @@ def _sharded(part: Any, models: dict) -> dict[int, dict[str, Any]]:
 
     return {
         i: {
-            kind: make_sharded_optimizer_tensor(parameter, tensor, f"optimizer.state.{kind}")
+            kind: make_sharded_optimizer_tensor(
+                parameter, tensor.float(), f"optimizer.state.{kind}"
+            )
             for kind, tensor in _tensors(part, main).items()
         }
         for i, (parameter, main, _) in enumerate(_places(part, models))

@@ -342,6 +342,13 @@ class Plan(Config):
         return DTYPE_BYTES[self.model.dtype]
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for each parameter that AdamW steps: two moments, and a float32
+        copy of a weight that is not float32 itself."""
+        copy = 0 if self.model.dtype == "float32" else 4
+        return copy + 2 * DTYPE_BYTES[self.optimizer.moments]
+
+    @property
     def engine_bytes(self) -> int:
         """Bytes of one of the engine's weights."""
         return DTYPE_BYTES[self.rollout_dtype]

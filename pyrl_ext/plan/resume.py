@@ -28,6 +28,7 @@ ON_REQUEST = (
     "optimizer.eps",
     "optimizer.lr",
     "optimizer.min_lr",
+    "optimizer.moments",
     "optimizer.muon_rms",
     "optimizer.overlap_grad_reduce",
     "optimizer.schedule",

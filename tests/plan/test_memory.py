@@ -277,13 +277,14 @@ STEPS = [
     ("model.recompute=full",),
     ("model.dtype=bfloat16", "model.recompute=selective"),
     ("optimizer.name=muon", "model.dtype=bfloat16"),
+    ("optimizer.moments=bfloat16", "model.dtype=bfloat16"),
     *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("config", "overrides"),
-    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 3, 5))],
+    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 3, 6))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
@@ -314,6 +315,7 @@ LAYOUTS = [
     ("parallel.tp=2", "parallel.etp=1", "parallel.ep=2", "optimizer.name=muon"),
     ("parallel.pp=2", "parallel.vpp=2", "batching.tokens_per_microbatch=40"),
     ("parallel.cp=2", "optimizer.distributed=true", "model.recompute=selective"),
+    ("parallel.dp=2", "optimizer.distributed=true", "optimizer.moments=bfloat16"),
 ]
 
 
@@ -369,5 +371,8 @@ def test_stage_memory_predicts_what_every_rank_holds():
         for found in ranks:
             for name, (predicted, measured) in found.items():
                 # megatron cuts the distributed optimizer's parts where its padded buffers end
-                off = {"activations": 0.07, "optimizer": 1e-3 * ("parallel.cp=2" in layout)}
+                off = {
+                    "activations": 0.07,
+                    "optimizer": 1e-3 * ("optimizer.distributed=true" in layout),
+                }
                 assert predicted == pytest.approx(measured, rel=off.get(name, 0)), (layout, name)

@@ -38,7 +38,8 @@ def state_items(
     plan: Plan, count: int, trained: int, stepped: int, of: str = "", by_muon: int = 0
 ) -> Iterator[Item]:
     """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
-    float32 moments, Muon one, and both a float32 copy of weights that are not float32 themselves.
+    moments, Muon one in float32, and both a float32 copy of weights that are not float32
+    themselves.
 
     Args:
         count: parameters that the rank holds.
@@ -48,10 +49,12 @@ def state_items(
         by_muon: those of `stepped` that Muon steps.
     """
     weight = plan.weight_bytes
-    adam = 8 if weight == 4 else 12
     parts = [("weights", weight, count, 0)]
     if trained:
-        parts += [("gradients", 4, trained, 0), ("optimizer", adam, stepped, 4 * by_muon)]
+        parts += [
+            ("gradients", 4, trained, 0),
+            ("optimizer", plan.optimizer_bytes, stepped, 4 * by_muon),
+        ]
     for name, width, number, less in parts:
         held = width * number - less
         why = f"{width} bytes a parameter ({number:,})"

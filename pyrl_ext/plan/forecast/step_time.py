@@ -197,12 +197,14 @@ def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     last = sum(spent.seconds for spent in computed) * 2 / 3 / len(rounds)
     yield from _gradients(plan, gpu, trained[largest], towers, last)
     # AdamW reads gradient, weight and two moments and writes the last three, in float32, and writes
-    # the model's weights. Before, gradients are set to zero and their norm is computed
+    # the model's weights. Before, gradients are set to zero and their norm is computed. Moments in
+    # bfloat16 are read and written as such too, by copies from and to float32
     weight = plan.weight_bytes
+    adam = 28 if plan.optimizer.moments == "float32" else 52
     stepped = optimizer_parameters(plan, trained[largest])
     stepped += sum(each.stepped(0) for each in towers)
-    moved = 8 * held[largest] + (28 + weight) * stepped
-    note = f"28 + {weight} bytes a parameter"
+    moved = 8 * held[largest] + (adam + weight) * stepped
+    note = f"{adam} + {weight} bytes a parameter"
     if by_muon := muon_parameters(plan, largest):
         moved += MORE_BYTES * by_muon
         note += f", {MORE_BYTES} more of those that Muon steps"

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
 
+MOST_DECAY = 0.992  # a step changes a moment by 1/128, the largest step between two bfloat16
+
 
 def muon_problems(plan: Plan) -> list[str]:
     """Why `plan` cannot step by Muon here."""
@@ -27,6 +29,22 @@ def keys_of_muon_have_muon(plan: Plan) -> Found:
         if changed(options, name):
             value = getattr(options, name)
             yield name, f"{value:g} with name adamw, expected it left out; muon alone reads it"
+
+
+@rule("optimizer.moments")
+def rounded_moments_move(plan: Plan) -> Found:
+    options = plan.optimizer
+    if options.moments == "float32":
+        return
+    if options.name == "muon":
+        yield "bfloat16 with name muon, expected float32; Muon keeps its momentum in float32"
+    for decay in options.betas:
+        if decay > MOST_DECAY:
+            yield (
+                f"bfloat16 with a decay of {decay:g} in optimizer.betas, expected decays of at "
+                f"most {MOST_DECAY}; bfloat16 has 8 bits, so rounding would undo the change of a "
+                "step and a moment would never fall. Lower the decay, or use float32"
+            )
 
 
 @rule("optimizer.distributed")

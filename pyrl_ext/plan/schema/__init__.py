@@ -243,6 +243,8 @@ class Optimizer(Section):
     """decay of the first and second moment, as a list of two"""
     eps: Rate = 1e-8
     """added to the root of the second moment"""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """type in which AdamW keeps its two moments; bfloat16 takes half the memory"""
     muon_momentum: Momentum = 0.95
     """decay of the momentum of matrices, with name muon"""
     muon_rms: Rate = 0.2
