@@ -62,10 +62,14 @@ def transformer_config(plan: Plan, topo: Topology) -> Any:
         moe_router_bias_update_rate=plan.model.router_bias_update_rate,
         moe_router_fusion=False,  # a fused router returns before the replay hook
     )
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         # the plan's rules refuse fields that the trainer sets
         **settings | te_fields(plan) | plan.model.megatron
     )
+    if "moe_act" in plan.recomputed_modules:
+        # megatron refuses it without its own grouped experts; ours read it here
+        config.recompute_modules = [*(config.recompute_modules or ()), "moe_act"]
+    return config
 
 
 def tower_config(plan: Plan, topo: Topology, tower: Tower, epsilon: float) -> Any:
@@ -93,7 +97,7 @@ def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
 
     dtype = dtype_of(plan.model.dtype)
     return dict(
-        **_recompute(plan.model.recompute),
+        **_recompute(plan),
         tensor_model_parallel_size=topo.tp_size,
         pipeline_model_parallel_size=topo.pp_size,
         params_dtype=dtype,
@@ -112,11 +116,13 @@ def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
     )
 
 
-def _recompute(choice: str) -> dict[str, Any]:
+def _recompute(plan: Plan) -> dict[str, Any]:
+    choice = plan.model.recompute
     if choice == "none":
         return {}
     if choice == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+        modules = sorted(plan.recomputed_modules - {"moe_act"})
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

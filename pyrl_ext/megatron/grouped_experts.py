@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import squared, squared_relu, swiglu
@@ -51,6 +52,7 @@ class GroupedExperts(MegatronModule):
         gated = config.gated_linear_unit
         self.unit = UNITS[gated, config.activation_func]
         self.inner = 1 + gated
+        self.recomputes_unit = "moe_act" in (config.recompute_modules or ())
         self.ep_group = pg_collection.ep
         self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
@@ -93,8 +95,13 @@ class GroupedExperts(MegatronModule):
         """
         ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         ends = ends if ends.device == rows.device else to_device(ends, rows.device)
-        inner = self.unit(self._product("linear_fc1", rows, ends), probs.float())
-        return self._product("linear_fc2", inner, ends), None
+        joined = self._product("linear_fc1", rows, ends)
+        if self.recomputes_unit:  # no adapter reads what enters the second product: a rule
+            out: Tensor = _UnitLinear.apply(  # type: ignore[assignment]
+                self.unit, joined, probs.float(), self.linear_fc2, ends
+            )
+            return out, None
+        return self._product("linear_fc2", self.unit(joined, probs.float()), ends), None
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         out = grouped_linear(rows, getattr(self, name), ends)
@@ -165,21 +172,64 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
         ctx.save_for_backward(None if frozen else rows, weight, ends)
-        if not len(rows):
-            return rows.new_empty(0, weight.shape[1])
-        return F.grouped_mm(rows, weight.mT, offs=ends)
+        return _grouped_mm(rows, weight, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         rows, weight, ends = ctx.saved_tensors
-        of_rows, of_weight, _ = ctx.needs_input_grad
-        if not len(grad):
-            zeros = torch.zeros_like(weight) if of_weight else None
-            return grad.new_empty(0, weight.shape[2]), zeros, None
-        grad = grad.contiguous()
-        rows_grad = F.grouped_mm(grad, weight, offs=ends) if of_rows else None
-        weight_grad = _weight_grad(weight, grad, rows, ends) if of_weight else None
-        return rows_grad, weight_grad, None
+        return *_gradients(grad, rows, weight, ends, ctx.needs_input_grad[:2]), None
+
+
+class _UnitLinear(torch.autograd.Function):
+    """``grouped_linear(unit(joined, probs), weight, ends)``, which computes the unit's output again
+    in the backward pass.
+
+    megatron's ``CheckpointWithoutOutput`` does so by exchanging the memory of tensors, with an
+    extension that it compiles for that.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit: Any, joined: Tensor, probs: Tensor, weight: Tensor, ends: Tensor
+    ) -> Tensor:
+        ctx.unit = unit
+        ctx.save_for_backward(joined, probs, weight, ends)
+        return _grouped_mm(unit(joined, probs), weight, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        joined, probs, weight, ends = ctx.saved_tensors
+        _, of_joined, of_probs, of_weight, _ = ctx.needs_input_grad
+        joined = joined.detach().requires_grad_(of_joined)
+        probs = probs.detach().requires_grad_(of_probs)
+        with torch.enable_grad():
+            inner = ctx.unit(joined, probs)
+        wanted = (of_joined or of_probs, of_weight)
+        inner_grad, weight_grad = _gradients(grad, inner.detach(), weight, ends, wanted)
+        if inner_grad is not None:
+            torch.autograd.backward(inner, inner_grad)
+        return None, joined.grad, probs.grad, weight_grad, None
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if not len(rows):
+        return rows.new_empty(0, weight.shape[1])
+    return F.grouped_mm(rows, weight.mT, offs=ends)
+
+
+def _gradients(
+    grad: Tensor, rows: Tensor | None, weight: Tensor, ends: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of rows and weight, as far as they are wanted; `rows` may be None if the weight's is not."""
+    of_rows, of_weight = wanted
+    if not len(grad):
+        zeros = torch.zeros_like(weight) if of_weight else None
+        return grad.new_empty(0, weight.shape[2]), zeros
+    grad = grad.contiguous()
+    rows_grad = F.grouped_mm(grad, weight, offs=ends) if of_rows else None
+    weight_grad = _weight_grad(weight, grad, rows, ends) if rows is not None and of_weight else None
+    return rows_grad, weight_grad
 
 
 def _weight_grad(weight: Tensor, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor | None:

@@ -53,6 +53,7 @@ FREE_ON_RESUME = (
     "model.backend",
     "model.path",
     "model.recompute",
+    "model.recompute_modules",
     "logprob",
     "kernels",
     "data.reward_timeout",
@@ -340,6 +341,13 @@ class Plan(Config):
     def weight_bytes(self) -> int:
         """Bytes of one of the trainer's weights, and of an element of its activations."""
         return DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """Modules that the backward pass recomputes; none where it recomputes whole layers."""
+        if self.model.recompute != "selective":
+            return frozenset()
+        return frozenset(self.model.recompute_modules)
 
     @property
     def optimizer_bytes(self) -> int:

@@ -45,7 +45,8 @@ class Probe:
         self.topo = policy.topo
         self.sizes = policy.plan.sizes
         self.tile = policy.plan.tile_rows
-        self.recompute = policy.plan.model.recompute != "none"
+        full = policy.plan.model.recompute == "full"
+        self.recompute = full or "moe" in policy.plan.recomputed_modules
         self.checked = 0
         self.microbatch: int | None = None
         for chunk in policy.llm.chunks:

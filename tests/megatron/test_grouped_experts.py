@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases_experts import both_ways, build_pair, inputs
@@ -34,6 +35,52 @@ def test_grouped_experts_are_experts_one_after_the_other(groups, counts, gated):
     given = inputs(torch.tensor(COUNTS[counts]), 16)
     for got, want in zip(both_ways(ours, *given), both_ways(theirs, *given), strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("counts", [*COUNTS])
+@pytest.mark.parametrize("frozen", ["nothing", "weights", "linear_fc1", "linear_fc2", "rows"])
+def test_grouped_experts_recompute_what_they_do_not_keep(groups, counts, gated, frozen):
+    """With moe_act: the same output and gradients, bit for bit, and fewer tensors kept."""
+    torch.manual_seed(0)
+    ours, _ = build_pair(groups, 4, 16, 8, gated=gated)
+    for name, weight in ours.named_parameters():
+        weight.requires_grad_(frozen not in ("weights", name))
+    rows, per_expert, probs, *_ = inputs(torch.tensor(COUNTS[counts]), 16)
+    number = int(per_expert.sum())
+    found = []
+    for recomputed in (False, True):
+        ours.recomputes_unit = recomputed
+        given = [rows.detach().requires_grad_(frozen != "rows"), probs.detach().requires_grad_()]
+        kept = list[torch.Size]()
+
+        def keep(tensor: torch.Tensor, kept: list[torch.Size] = kept) -> torch.Tensor:
+            kept.append(tensor.shape)
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            out, _ = ours(given[0], per_expert, given[1])
+        (out**2).sum().backward()
+        leaves = [*given, *ours.parameters()]
+        found.append([out, *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
+        if number:  # without gates the unit's input has the same shape
+            inner = kept.count(torch.Size((number, 8))) - (not gated)
+            assert inner == (not recomputed and frozen not in ("weights", "linear_fc2"))
+    for plain, again in zip(*found, strict=True):
+        assert (plain is None) == (again is None)
+        assert plain is None or torch.equal(plain, again)
+
+
+def test_recomputing_experts_refuse_a_second_derivative(groups):
+    ours, _ = build_pair(groups, 4, 16, 8, gated=True)
+    ours.recomputes_unit = True
+    rows, per_expert, probs, *_ = inputs(torch.tensor(COUNTS["all"]), 16)
+    out, _ = ours(rows, per_expert, probs)
+    (grad,) = torch.autograd.grad((out**2).sum(), probs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad**2).sum().backward()
 
 
 @pytest.mark.parametrize("rows", [0, 5])

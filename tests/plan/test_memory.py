@@ -118,6 +118,11 @@ def test_stage_memory_shrinks_with_recomputation_and_packing():
 
     none, selective, full = (kept(f"model.recompute={x}") for x in ("none", "selective", "full"))
     assert none > selective > full
+    act, core_and_act = (
+        kept("model.recompute=selective", f"model.recompute_modules=[{x}]")
+        for x in ("moe_act", "core_attn,moe_act")
+    )
+    assert none > act > core_and_act > selective
     assert kept("batching.tokens_per_microbatch=1024") * 2 == none
     assert none / 2 < kept("parallel.tp=2") < none  # angles and the head's statistics are whole
     assert none < kept("parallel.cp=2") < 1.5 * none  # keys of other ranks
@@ -272,19 +277,20 @@ def test_fits_and_seems_to_fit_accept_anything_without_a_limit():
 
 # Against real steps -----------------------------------------------------------------------------
 
+MOE_ACT = ("model.recompute=selective", "model.recompute_modules=[moe_act]")
 STEPS = [
     ("objective.kl_coef=0.1",),
     ("model.recompute=full",),
     ("model.dtype=bfloat16", "model.recompute=selective"),
     ("optimizer.name=muon", "model.dtype=bfloat16"),
-    ("optimizer.moments=bfloat16", "model.dtype=bfloat16"),
+    ("optimizer.moments=bfloat16", "model.dtype=bfloat16", *MOE_ACT),
     *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("config", "overrides"),
-    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 3, 6))],
+    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 3, 4, 6))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):

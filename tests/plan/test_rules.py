@@ -110,6 +110,8 @@ def test_megatron_fields_refuse_what_the_trainer_sets():
 
 # Plans that hold, against megatron-core's own asserts --------------------------------------------
 
+MODULES = ("[core_attn,moe]", "[core_attn]", "[moe]", "[moe_act]", "[core_attn,moe_act]")
+
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -120,14 +122,18 @@ def test_megatron_fields_refuse_what_the_trainer_sets():
             "parallel.etp": st.sampled_from(["null", 1, 2]),
             "parallel.vpp": st.sampled_from(["null", 2]),
             "parallel.account_for_loss_in_pipeline_split": st.sampled_from(["off", "on"]),
-            "model.recompute": st.sampled_from(["none", "selective", "full"]),
         }
     ),
+    st.sampled_from(["none", "full", *MODULES]),
 )
 def test_transformer_config_takes_every_plan_that_the_rules_accept(
-    config: Path, values: dict[str, object]
+    config: Path, values: dict[str, object], recompute: str
 ):
     overrides = [f"{key}={value}" for key, value in values.items()]
+    if recompute in MODULES:
+        overrides += ["model.recompute=selective", f"model.recompute_modules={recompute}"]
+    else:
+        overrides.append(f"model.recompute={recompute}")
     if not problems_of(config, *overrides):  # about one in five
         megatron_config(config, *overrides)
 

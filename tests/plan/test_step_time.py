@@ -337,12 +337,22 @@ def test_step_time_counts_the_operations_of_the_head(override: str, times: int):
 
 @pytest.mark.parametrize(
     ("recompute", "projections", "experts", "attention"),
-    [("none", 3, 3, 3), ("selective", 3, 4, 4), ("full", 4, 4, 4)],
+    [
+        ("none", 3, 3, 3),
+        ("selective", 3, 4, 4),
+        ("full", 4, 4, 4),
+        ("[core_attn]", 3, 3, 4),
+        ("[moe]", 3, 4, 3),
+        ("[moe_act]", 3, 3, 3),
+    ],
 )
 def test_step_time_adds_a_forward_pass_for_recompute(
     recompute: str, projections: int, experts: int, attention: int
 ):
-    plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1", SCORED)
+    modules = recompute.startswith("[")
+    how = [f"model.recompute={'selective' if modules else recompute}"]
+    how += [f"model.recompute_modules={recompute}"] * modules
+    plan = glm47(*how, "batching.minibatches=1", SCORED)
     once = amounts(plan, "old_logprobs")
     found = amounts(plan, "update")
     for name, times in (

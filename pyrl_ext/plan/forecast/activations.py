@@ -176,6 +176,11 @@ def dispatched(plan: Plan) -> float:
     return plan.sizes.topk * plan.parallel.etp_size / plan.parallel.tp
 
 
+def _inside_experts(plan: Plan) -> float:
+    """What enters the last product of an expert, for one of its rows."""
+    return plan.weight_bytes * plan.sizes.moe_intermediate_size / plan.parallel.etp_size
+
+
 def _experts(plan: Plan, read: Set[str]) -> float:
     """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
     sizes = plan.sizes
@@ -228,12 +233,20 @@ def _recomputed(plan: Plan, saved: Layer, kind: LayerKind) -> Kept:
     if plan.model.recompute == "full":
         entering = plan.weight_bytes * plan.sizes.hidden_size / plan.parallel.tp
         return Kept(entering, saved.whole - entering)  # the first norm saves the same tensor
-    # selective: core attention and experts, each from its inputs
-    core = saved.core
-    if core and not takes_equal_shapes(plan):
-        core -= saved.core_inputs
-    experts = saved.feed_forward - saved.feed_forward_input if kind.feed_forward == "moe" else 0
-    kept = saved.whole - saved.core + saved.core_inputs - experts
+    modules = plan.recomputed_modules
+    kept = saved.whole
+    core = experts = 0.0  # recomputed
+    if "core_attn" in modules:
+        kept += saved.core_inputs - saved.core
+        core = saved.core
+        if core and not takes_equal_shapes(plan):
+            core -= saved.core_inputs
+    if kind.feed_forward == "moe":
+        if "moe" in modules:
+            experts = saved.feed_forward - saved.feed_forward_input
+        elif "moe_act" in modules:
+            experts = dispatched(plan) * _inside_experts(plan)
+        kept -= experts
     # core attention is recomputed when the part behind it is done
     behind = saved.norms / 2 + saved.feed_forward - experts
     return Kept(kept, max(core - behind, experts))

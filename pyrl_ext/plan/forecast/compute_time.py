@@ -43,12 +43,11 @@ REACHED = {
 }
 MOVES = ("memory", "ring", "exchange", "host")  # kinds that move bytes; the others compute
 
-# model.recompute -> kinds of work that the backward pass computes again.
-_SELECTIVE = frozenset({"attention", "experts", "context parallel", "expert parallel"})
+# module of model.recompute_modules -> kinds of work that the backward pass computes again
 RECOMPUTED = {
-    "none": frozenset[str](),
-    "selective": _SELECTIVE,
-    "full": _SELECTIVE | {"projections", "scan", "memory", "tensor parallel"},
+    "core_attn": frozenset({"attention", "context parallel"}),
+    "moe": frozenset({"experts", "expert parallel"}),
+    "moe_act": frozenset[str](),  # part of the memory traffic, counted there
 }
 
 
@@ -153,7 +152,9 @@ class _Pass:
 
     def again(self, name: str) -> bool:
         """True if this pass computes such work of the forward pass again."""
-        return self.backward and name in RECOMPUTED[self.plan.model.recompute]
+        modules = self.plan.recomputed_modules
+        full = self.plan.model.recompute == "full"
+        return self.backward and (full or any(name in RECOMPUTED[each] for each in modules))
 
     def times(self, name: str, frozen: bool = False) -> int:
         """Products of this pass for each of the forward pass: in the backward pass one for the
@@ -248,7 +249,11 @@ def _traffic(of: _Pass) -> Iterator[ChunkWork]:
     if of.backward:  # a gradient is written, read, and added to the float32 sum
         trained = rank_parameters(plan, trained_parameters(plan, of.chunk)).total
         read += (2 * width + 8) * trained
-    row = width * elements * times / of.ranks
+    elements *= times
+    if of.backward and "moe_act" in plan.recomputed_modules:
+        inner = sizes.topk * sizes.moe_intermediate_size
+        elements += of.blocks["moe"] * sizes.mlp_matrices * inner
+    row = width * elements / of.ranks
     yield ChunkWork("memory", "memory", of.gpu.bandwidth, row, fixed=read)
 
 

@@ -27,6 +27,13 @@ from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 Values = dict[str, object]  # section.key -> value
 
+# model.recompute and model.recompute_modules, the cheapest first
+RECOMPUTE = (
+    ("none", ("core_attn", "moe")),
+    ("selective", ("core_attn", "moe_act")),
+    ("selective", ("core_attn", "moe")),
+    ("full", ("core_attn", "moe")),
+)
 # Share of a GPU's memory that stays free, since most of a step's memory is estimated.
 LEFT_FREE = 0.05
 
@@ -92,6 +99,13 @@ def suggest(
     for suggestion in search.found:
         compile_plan(path, [*overrides, *suggestion.overrides])  # check it as it will be pasted
     return search
+
+
+def _text(value: object) -> str:
+    """As an override has it, without spaces."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return value if isinstance(value, str) else show(value)
 
 
 def _broken(plan: Plan) -> list[tuple[str, str, str]]:
@@ -185,14 +199,15 @@ class _Given:
         chunks = [self.draft.logprob.chunk_bytes]
         if self.draft.head_chunk_bytes > GIB:
             chunks.append(GIB)
-        for offload, recompute, chunk in product(
+        for offload, (recompute, modules), chunk in product(
             self.choices("rollout.offload_trainer", offloads),
-            self.choices("model.recompute", ["none", "selective", "full"]),
+            [way for way in RECOMPUTE if way[0] in self.choices("model.recompute", way[:1])],
             self.choices("logprob.chunk_bytes", chunks),
         ):
             saving: Values = {
                 "rollout.offload_trainer": offload,
                 "model.recompute": recompute,
+                "model.recompute_modules": list(modules),
                 "logprob.chunk_bytes": chunk,
             }
             values = self.machine | layout | saving
@@ -213,7 +228,7 @@ class _Given:
         time = step_time(plan)
         assert time is not None, "candidates name a GPU"
         texts = tuple(
-            f"{key}={value if isinstance(value, str) else show(value)}"
+            f"{key}={_text(value)}"
             for key, value in values.items()
             if key not in self.pinned and value != self.value(key)
         )

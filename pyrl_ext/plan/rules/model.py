@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyrl_ext.plan.language.paths import similar
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
+from pyrl_ext.plan.rules._rule import Found, changed, in_config, relative, rule
 
 
 @rule("model.config")
@@ -20,6 +20,36 @@ def routers_have_a_bias(plan: Plan) -> Found:
     rate = plan.model.router_bias_update_rate
     if rate and not plan.sizes.has_router_bias:
         return f"{rate:g}, expected 0; routers of {plan.model.family} have no bias to move"
+
+
+@rule("model.recompute_modules")
+def recomputed_modules_are_recomputed(plan: Plan) -> Found:
+    names = plan.model.recompute_modules
+    listed = f"[{', '.join(names)}]"
+    if plan.model.recompute != "selective":
+        if changed(plan.model, "recompute_modules"):
+            yield (
+                f"{listed} with model.recompute {plan.model.recompute}, expected it left out; "
+                "selective alone reads it"
+            )
+        return
+    if not names:
+        yield "[], expected at least one module. Use model.recompute: none"
+    if len(set(names)) < len(names):
+        yield f"{listed}, expected each module once"
+    if "moe_act" not in names:
+        return
+    if not plan.sizes.num_experts:
+        yield f"{listed} with a model without routed experts, expected it without moe_act"
+    if "moe" in names:
+        yield f"{listed}, expected moe or moe_act; moe recomputes all of the experts"
+    if plan.model.backend == "te":
+        yield f"{listed} with model.backend te, expected it without moe_act; local alone has it"
+    if plan.lora is not None:
+        yield (
+            f"{listed} with lora, expected it without moe_act; frozen experts keep nothing that it "
+            "could save, and adapters read what it would drop"
+        )
 
 
 @rule("model.mtp")

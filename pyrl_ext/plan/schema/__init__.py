@@ -69,6 +69,11 @@ class Model(Section):
     package's"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations recomputed in the backward pass, to save memory"""
+    recompute_modules: list[Literal["core_attn", "moe", "moe_act"]] = Field(
+        default=["core_attn", "moe"]
+    )
+    """with recompute selective: core attention; all of the experts with their exchange between
+    ranks (moe); or only what enters the last product of routed experts (moe_act), the cheapest"""
     fp8: Literal["blockwise", "tensorwise", "mxfp8"] | None = None
     """8-bit matrix products, with one scale per block of 128, tensor, or block of 32 (B200);
     weights and their updates keep their dtype (te); null: none"""

@@ -47,7 +47,7 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
         table.add_row(
             str(number),
             str(each.plan.batching.tokens_per_microbatch),
-            each.plan.model.recompute,
+            " ".join([each.plan.model.recompute, *sorted(each.plan.recomputed_modules)]),
             f"{each.peak / GIB:.1f}",
             f"{(search.limit - each.peak) / GIB:.1f}",
             f"{each.time.total:.3g}",
