@@ -31,6 +31,9 @@ DRAFTS = "rollout.speculation=mtp"
 SCORED = "rollout.max_mismatch=1"  # every batch is scored before its update
 
 
+MOE_ACT = ((), ("model.recompute_modules=[moe_act]",))
+
+
 def amounts(plan: Plan, phase: str) -> dict[str, float]:
     return {cost.name: cost.amount for cost in time_of(plan).costs if cost.phase == phase}
 
@@ -417,6 +420,12 @@ def test_step_time_counts_the_bytes_of_the_optimizer():
     )
     alone = glm47("batching.minibatches=1", "optimizer.distributed=false")
     assert amounts(alone, "update")["optimizer"] == pytest.approx(38 * (dense + expert))
+    # moments of bfloat16 are read (4) and written in float32 (8), which is read and written by
+    # AdamW (16) with weight and gradient (12), and read (8) to write them back (4)
+    narrow = glm47("batching.minibatches=1", "optimizer.moments=bfloat16")
+    assert amounts(narrow, "update")["optimizer"] == pytest.approx(
+        norms + (52 + 2) * (dense / 8 + expert)
+    )
 
 
 def test_step_time_moves_offloaded_bytes_both_ways():
@@ -428,6 +437,24 @@ def test_step_time_moves_offloaded_bytes_both_ways():
     assert amounts(plan, "publish")["offload trainer"] == pytest.approx(2 * held)
     moments = amounts(glm47("rollout.offload_trainer=optimizer"), "publish")
     assert moments["offload trainer"] == pytest.approx(2 * 12 * (dense / 8 + expert))
+    narrow = glm47("rollout.offload_trainer=optimizer", "optimizer.moments=bfloat16")
+    assert amounts(narrow, "publish")["offload trainer"] == pytest.approx(
+        2 * 8 * (dense / 8 + expert)
+    )
+
+
+def test_step_time_counts_the_memory_traffic_of_recomputed_units():
+    """46 layers read gate and up again, and write their product, for 4 experts of 1536 columns."""
+    ways = ("none", "selective", "full")
+    none, again, full = (
+        amounts(glm47(f"model.recompute={way}", *MOE_ACT[way == "selective"], SCORED), "update")
+        for way in ways
+    )
+    rows = sum(sample.rows for sample in step_samples(glm47())) / 8
+    more = again["memory"] - none["memory"]
+    # rounds are uneven; a step passes over its samples once
+    assert more == pytest.approx(46 * 2 * 3 * 4 * 1536 * rows, rel=0.1)
+    assert more < 0.5 * (full["memory"] - none["memory"])
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,22 @@ def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
     assert took and totals[0] <= took.total  # the given layout is one of them
 
 
+def test_suggest_tries_the_cheapest_recomputation_first(eight: Search):
+    """Where nothing needs to be recomputed, nothing is; else what enters the last products."""
+    ways = {"none": 0, "selective": 1, "full": 3}
+    cheap = "model.recompute_modules=[core_attn,moe_act]"
+    chosen = [ways[each.plan.model.recompute] for each in eight.found]
+    assert {0, 1} <= {*chosen}
+    assert any(cheap in each.overrides for each in eight.found)
+    for each in eight.found:
+        less = {"none": [], "selective": ["none"], "full": ["none", cheap]}
+        for way in less[each.plan.model.recompute]:
+            how = ["model.recompute=selective", way] if way == cheap else ["model.recompute=none"]
+            others = [x for x in each.overrides if not x.startswith("model.recompute")]
+            peak = max(s.peak for s in stage_memory(compile_plan(GLM47, [*others, *how])))
+            assert peak > (1 - LEFT_FREE) * eight.limit
+
+
 def test_suggest_keeps_overrides_on_other_gpus():
     fixed = ["parallel.tp=2", "model.recompute=full"]
     search = suggest(GLM47, fixed, 16, "H100")
