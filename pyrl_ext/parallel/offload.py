@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,6 +136,7 @@ class OffloadedStorage:
 
     def __init__(self, host: HostMemory | None = None) -> None:
         self._pinned = host or HostMemory("tensors")
+        self._arriving: torch.device | None = None  # where copies run that nothing waits for yet
         # storages that left together, and where their contents are; None: nowhere
         self._offloaded: list[tuple[list[tuple[torch.UntypedStorage, int]], list[Tensor] | None]]
         self._offloaded = []
@@ -151,8 +155,9 @@ class OffloadedStorage:
         Syncs: once, after all copies were launched.
         Raises: RuntimeError if host memory cannot be pinned; the tensors are as before.
         """
+        self.arrive()
         leaving = _storages(tensors)
-        gpu = next((storage.device for storage, _ in leaving if on_gpu(storage)), None)
+        gpu = _gpu_of(leaving)
         host = None
         if keep:
             host = self._memory(sum(size for _, size in leaving), gpu is not None)
@@ -176,8 +181,12 @@ class OffloadedStorage:
         used = sum(size for leaving, host in self._offloaded if host for _, size in leaving)
         return list(_behind(used, self._pinned.pieces(used + size)))
 
-    def onload(self) -> int:
+    def onload(self, behind: bool = False) -> int:
         """Allocate everything again and fill it, on the current stream.
+
+        Args:
+            behind: copy on another stream, behind the work that follows on the current one; call
+                `arrive` before a use of the tensors.
 
         Returns: bytes allocated.
         """
@@ -188,10 +197,39 @@ class OffloadedStorage:
                 allocated += size
                 if host is None:
                     _bytes(storage).zero_()
-            for there, here in _overlaps(left, host) if host is not None else ():
-                there.copy_(here, non_blocking=True)
+            gpu = _gpu_of(left)
+            with self._aside(gpu) if behind and gpu is not None else nullcontext():
+                for there, here in _overlaps(left, host) if host is not None else ():
+                    there.copy_(here, non_blocking=True)
         self._offloaded = []
         return allocated
+
+    @contextmanager
+    def _aside(self, gpu: torch.device) -> Generator[None]:
+        """Launch copies on another stream, after what is launched on the current one: the memory
+        may have been of tensors that it still reads."""
+        module = torch.get_device_module(gpu)
+        stream = _stream_of(gpu)
+        stream.wait_stream(module.current_stream(gpu))
+        with module.stream(stream):
+            yield
+        self._arriving = gpu
+
+    def arrive(self) -> None:
+        """Make the current stream wait for the copies of `onload`; the host does not wait."""
+        gpu = self._arriving
+        if gpu is not None:
+            torch.get_device_module(gpu).current_stream(gpu).wait_stream(_stream_of(gpu))
+            self._arriving = None
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
+
+
+def _gpu_of(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> torch.device | None:
+    return next((storage.device for storage, _ in storages if on_gpu(storage)), None)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -327,20 +327,28 @@ class TrainedModule:
                 self._host[part].start(size, self.topo.device)
 
     def onload(self) -> int:
-        """Bring everything that was offloaded back onto the device.
+        """Bring everything that was offloaded back onto the device; the optimizer's state behind
+        the passes that come before its step.
 
         Returns: bytes allocated on this rank.
         """
-        return sum(each.onload() for each in self._offloaded.values())
+        return sum(
+            each.onload(behind=part == "optimizer") for part, each in self._offloaded.items()
+        )
 
     def need(self, *parts: str) -> None:
-        """Raise RuntimeError if one of ``parts`` is offloaded; no parts: if anything is."""
+        """Wait on the device for ``parts`` that `onload` still copies; no parts: for all.
+
+        Raises: RuntimeError if one of them is offloaded.
+        """
         parts = parts or tuple(self._offloaded)
         if away := [part for part in parts if self._offloaded[part]]:
             raise RuntimeError(
                 f"Policy: the {' and '.join(away)} of rank {self.topo.rank} are offloaded, "
                 "expected them on the device; call onload first"
             )
+        for part in parts:
+            self._offloaded[part].arrive()
 
     @property
     def saved(self) -> checkpoint.SavedModule:

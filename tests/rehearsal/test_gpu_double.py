@@ -323,7 +323,21 @@ def offloaded_policy() -> None:
         finally:
             module.synchronize = wait
 
-    for planted in (onload_without_a_wait, free_without_a_wait):
+    def step_without_a_wait(policy: Policy) -> None:
+        away_and_back(policy)
+        policy.module._offloaded["optimizer"]._arriving = None
+
+    def leave_without_a_wait(policy: Policy) -> None:
+        away_and_back(policy)
+        policy.module._offloaded["optimizer"]._arriving = None
+        away_and_back(policy)
+
+    for planted in (
+        onload_without_a_wait,
+        free_without_a_wait,
+        step_without_a_wait,
+        leave_without_a_wait,
+    ):
         try:
             wrong = run_offloaded(LATE, planted)
         except FloatingPointError:  # what is read was freed, or is not there yet: NaN

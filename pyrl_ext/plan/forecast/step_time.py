@@ -15,7 +15,7 @@ from typing import ClassVar
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, added, pass_costs
 from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import update_flops
-from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.muon import ITERATIONS, MORE_BYTES, muon_flops, muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     copies,
@@ -155,11 +155,17 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     else:
         yield Spent.at("send weights", taken, "ring", gpu.network, "to the engine's GPUs")
     if OFFLOADED[plan.rollout.offload_trainer]:
-        offloaded = max(
-            sum(item.bytes for item in stage.items if item.name.endswith(" on the host"))
-            for stage in stage_memory(plan)
-        )
-        yield Spent.at("offload trainer", 2 * offloaded, "host", gpu.host, "to the host and back")
+        moved = max(map(_offloaded, stage_memory(plan)))
+        note = "to the host and back; the optimizer's state comes back behind the passes"
+        yield Spent.at("offload trainer", moved, "host", gpu.host, note)
+
+
+def _offloaded(stage: StageMemory) -> int:
+    """Bytes that a rank moves to the host, and back before the passes."""
+    ends = " on the host"
+    held = {x.name.removesuffix(ends): x.bytes for x in stage.items if x.name.endswith(ends)}
+    back = sum(size for name, size in held.items() if not name.startswith("optimizer"))
+    return sum(held.values()) + back
 
 
 def _sent_to_servers(plan: Plan, gpu: Gpu, whole: int, gathering: float) -> Spent:
