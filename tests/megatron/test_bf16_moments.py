@@ -60,6 +60,15 @@ def test_step_is_adamw_with_rounded_moments(most: int):
             assert float(adam.state[main]["step"]) == step
 
 
+def test_batches_are_as_few_as_their_bound_allows():
+    pieces = [[torch.empty(size)] for size in (3, 60, 1, 64, 64, 2, 2, 61, 10)]
+    with patch.object(bf16_moments, "MOST", 64):
+        found = [
+            [len(piece[0]) for piece in batch] for batch in bf16_moments._batches(iter(pieces))
+        ]
+    assert found == [[3, 60, 1], [64], [64], [2, 2], [61], [10]]
+
+
 def test_step_leaves_a_parameter_without_a_gradient():
     mains = [torch.ones(4).requires_grad_() for _ in range(4)]
     adam = Bf16MomentsAdamW(groups(mains))

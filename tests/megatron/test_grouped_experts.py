@@ -16,6 +16,7 @@ from tests.helpers.tiny import tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
+ALL_BUT_PROBS = "all but probs"
 COUNTS = {"all": [3, 9, 1, 5], "some": [0, 7, 0, 11], "one": [0, 0, 0, 4], "none": [0, 0, 0, 0]}
 
 
@@ -39,19 +40,24 @@ def test_grouped_experts_are_experts_one_after_the_other(groups, counts, gated):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("counts", [*COUNTS])
-@pytest.mark.parametrize("frozen", ["nothing", "weights", "linear_fc1", "linear_fc2", "rows"])
+@pytest.mark.parametrize(
+    "frozen", ["nothing", "weights", "linear_fc1", "linear_fc2", "rows", ALL_BUT_PROBS]
+)
 def test_grouped_experts_recompute_what_they_do_not_keep(groups, counts, gated, frozen):
     """With moe_act: the same output and gradients, bit for bit, and fewer tensors kept."""
     torch.manual_seed(0)
     ours, _ = build_pair(groups, 4, 16, 8, gated=gated)
     for name, weight in ours.named_parameters():
-        weight.requires_grad_(frozen not in ("weights", name))
+        weight.requires_grad_(frozen not in ("weights", ALL_BUT_PROBS, name))
     rows, per_expert, probs, *_ = inputs(torch.tensor(COUNTS[counts]), 16)
     number = int(per_expert.sum())
     found = []
     for recomputed in (False, True):
         ours.recomputes_unit = recomputed
-        given = [rows.detach().requires_grad_(frozen != "rows"), probs.detach().requires_grad_()]
+        given = [
+            rows.detach().requires_grad_(frozen not in ("rows", ALL_BUT_PROBS)),
+            probs.detach().requires_grad_(),
+        ]
         kept = list[torch.Size]()
 
         def keep(tensor: torch.Tensor, kept: list[torch.Size] = kept) -> torch.Tensor:
@@ -67,7 +73,9 @@ def test_grouped_experts_recompute_what_they_do_not_keep(groups, counts, gated, 
             leaf.grad = None
         if number:  # without gates the unit's input has the same shape
             inner = kept.count(torch.Size((number, 8))) - (not gated)
-            assert inner == (not recomputed and frozen not in ("weights", "linear_fc2"))
+            assert inner == (
+                not recomputed and frozen not in ("weights", ALL_BUT_PROBS, "linear_fc2")
+            )
     for plain, again in zip(*found, strict=True):
         assert (plain is None) == (again is None)
         assert plain is None or torch.equal(plain, again)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from pyrl_ext.megatron.grouped_experts import GroupedExperts
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
@@ -91,3 +92,20 @@ def test_build_leaves_mtp_layers_out_by_name(exported, tmp_path):
         back = dict(policy.weights())
     assert "model.layers.4.eh_proj.weight" not in back
     assert len(back) == len(tensors) - 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recomputed"),
+    [
+        ((), False),
+        (("model.recompute=selective",), False),
+        (("model.recompute=selective", "model.recompute_modules=[moe_act]"), True),
+        (("model.recompute=selective", "model.recompute_modules=[core_attn,moe_act]"), True),
+    ],
+)
+def test_policies_have_experts_that_recompute_what_the_plan_names(overrides, recomputed):
+    with passes.built(tiny_plan(*overrides)) as policy:
+        modules = [module for chunk in policy.llm.chunks for module in chunk.modules()]
+    experts = [module for module in modules if isinstance(module, GroupedExperts)]
+    assert len(experts) == 3
+    assert {module.recomputes_unit for module in experts} == {recomputed}

@@ -298,14 +298,21 @@ def away_and_back(owner: Policy | TrainedModule) -> None:
     assert LEDGER.live == before
 
 
+def twice_away_and_back(policy: Policy) -> None:
+    """Nothing needs the optimizer's state in between, as after a run's last step."""
+    away_and_back(policy)
+    away_and_back(policy)
+
+
 def offloaded_policy() -> None:
     right = run_policy(AT_ONCE)
     said = StringIO()
     with redirect_stdout(said):
         for order in (AT_ONCE, *EXTREMES):
             assert equal(run_offloaded(order, away_and_back), right), order
+        assert equal(run_offloaded(LATE, twice_away_and_back), right)
     lines = said.getvalue().splitlines()  # later updates pin no more than was planned
-    assert len(lines) == 2 * 3
+    assert len(lines) == 2 * 4
     assert all(line.endswith("in the background") for line in lines), lines
     module = torch.get_device_module(device())
 
