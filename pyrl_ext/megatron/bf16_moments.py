@@ -17,8 +17,8 @@ class Bf16MomentsAdamW(torch.optim.AdamW):
     """torch's AdamW, whose moments are kept in bfloat16 and updated in float32.
 
     The moments are rounded to nearest after a step, so a step does not depend on how parameters are
-    sharded. A moment with a decay above 0.992 would stay where it is when its gradient is 0: the
-    plan rejects that.
+    sharded. Without a gradient, a moment with a decay above 0.992 would change by less than the
+    distance of two numbers of bfloat16, up to 1/128: the plan rejects such decays.
 
     megatron-core has this with TransformerEngine's FusedAdam alone (use_precision_aware_optimizer).
 

@@ -207,7 +207,7 @@ class _UnitLinear(torch.autograd.Function):
             inner = ctx.unit(joined, probs)
         wanted = (of_joined or of_probs, of_weight)
         inner_grad, weight_grad = _gradients(grad, inner.detach(), weight, ends, wanted)
-        if inner_grad is not None:
+        if wanted[0]:
             torch.autograd.backward(inner, inner_grad)
         return None, joined.grad, probs.grad, weight_grad, None
 

@@ -204,8 +204,8 @@ def sharded_state(optimizer: Any, models: dict) -> dict[str, Any]:
         models: sharded state dicts of the model chunks; their ``data`` are the live parameters.
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
-        (always fp32; kind: param, exp_avg, exp_avg_sq; with Muon: param, momentum_buffer) of each
-        part of the optimizer.
+        (fp32; kind: param, exp_avg, exp_avg_sq; with Muon: param, momentum_buffer) of each part of
+        the optimizer. Moments in bfloat16 stay so where they are not gathered.
         With a distributed optimizer the first data-parallel rank alone has those to save.
     Communicates: that rank gathers them from the others, over gloo and in host memory.
     """
@@ -234,9 +234,7 @@ def _sharded(part: Any, models: dict) -> dict[int, dict[str, Any]]:
 
     return {
         i: {
-            kind: make_sharded_optimizer_tensor(
-                parameter, tensor.float(), f"optimizer.state.{kind}"
-            )
+            kind: make_sharded_optimizer_tensor(parameter, tensor, f"optimizer.state.{kind}")
             for kind, tensor in _tensors(part, main).items()
         }
         for i, (parameter, main, _) in enumerate(_places(part, models))

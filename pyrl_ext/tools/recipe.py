@@ -25,6 +25,7 @@ from pyrl_ext.plan.model.hardware import GPUS, memory_limit
 from pyrl_ext.plan.model.units import GIB, MIB, duration, size
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.records import has_chat_template
+from pyrl_ext.plan.rules._rule import changed
 from pyrl_ext.plan.rules.model import OTHER_WEIGHTS
 
 __all__ = ["GPUS", "Data", "Gpus", "Recipe", "as_seen", "recipe"]
@@ -324,6 +325,9 @@ def _take(made: Recipe, model: str, found: Suggestion, gpus: str) -> None:
             for name, part in layout.items():
                 made.set(f"parallel.{name}", part, whys.get(name, "so that the layers fit"))
         made.values[key] = value
+        if key == "model.recompute" and changed(plan.model, "recompute_modules"):
+            why = "core attention, and the cheapest of the experts' inputs"
+            made.set("model.recompute_modules", plan.model.recompute_modules, why)
     made.set("model.recompute", plan.model.recompute, "the least that fits; full saves most memory")
     tokens = plan.batching.tokens_per_microbatch
     made.set("batching.tokens_per_microbatch", tokens, "on a rank at once; holds a whole sample")

@@ -398,7 +398,7 @@ class RolloutStep(Step):
             with phase("time/onload"):
                 if sleeps:
                     metrics["memory/engine_slept"] = self.rollouts.sleep()
-                for each in (self.policy, *self._frozen):
+                for each in (*self._frozen, self.policy):  # last what comes behind the passes
                     each.onload()
         return metrics
 

@@ -195,6 +195,9 @@ def test_load_restores_what_save_wrote(name, results, folder):
     assert len(copies) > 50 and all(copies[key].shape == saved[key].shape for key in copies)
     assert not torch.equal(copies["output_layer.weight"], saved["output_layer.weight"])
     for key in saved.keys() - {"optimizer"}:
+        if MOMENTS in JOBS[name].overrides and ".exp_avg" in key:  # float32 where it was gathered
+            assert torch.equal(saved[key].float(), back[key].float()), key
+            continue
         assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
 
 

@@ -81,6 +81,19 @@ def test_grouped_experts_recompute_what_they_do_not_keep(groups, counts, gated, 
         assert plain is None or torch.equal(plain, again)
 
 
+@pytest.mark.parametrize("counts", [*COUNTS])
+def test_recomputing_experts_take_the_gradient_of_the_last_weight_alone(groups, counts):
+    torch.manual_seed(0)
+    ours, _ = build_pair(groups, 4, 16, 8, gated=True)
+    ours.linear_fc1.requires_grad_(False)
+    rows, per_expert, probs, *_ = inputs(torch.tensor(COUNTS[counts]), 16)
+    found = []
+    for ours.recomputes_unit in (False, True):
+        out, _ = ours(rows.detach(), per_expert, probs.detach())
+        found += torch.autograd.grad((out**2).sum(), ours.linear_fc2)
+    assert torch.equal(*found)
+
+
 def test_recomputing_experts_refuse_a_second_derivative(groups):
     ours, _ = build_pair(groups, 4, 16, 8, gated=True)
     ours.recomputes_unit = True

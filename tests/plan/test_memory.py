@@ -249,6 +249,18 @@ def test_seems_to_fit_notes_what_may_not_fit():
     assert note and note.startswith("a rank needs about ") and "activations" in note
 
 
+def test_fits_advises_a_list_of_modules_that_saves_more():
+    """With a list, model.recompute: full is refused."""
+    given = ["model.recompute=selective", "batching.tokens_per_microbatch=40960"]
+    for modules, advice in (
+        ("[core_attn,moe_act]", "model.recompute_modules: [core_attn, moe] ("),
+        ("[moe]", "Use batching.tokens_per_microbatch: 20480 ("),
+    ):
+        plan = compile_plan(GLM47, [*given, f"model.recompute_modules={modules}"])
+        note = seems_to_fit(plan)
+        assert note and advice in note and "model.recompute:" not in note
+
+
 def test_stage_memory_of_an_update_has_no_copy_of_the_moments():
     """torch's fused AdamW needs no more memory: GLM-4.7-Flash trains on 8 H100s, with chunks of
     logits of 1 GiB."""

@@ -443,6 +443,21 @@ def test_step_time_moves_offloaded_bytes_both_ways():
     assert amounts(narrow, "publish")["offload trainer"] == pytest.approx(8 * (dense / 8 + expert))
 
 
+def test_step_time_waits_for_an_optimizer_that_comes_back_after_short_passes():
+    given = ("hardware.gpu=H100", "rollout.offload_trainer=all")
+    assert "state of the optimizer" not in amounts(glm47(*given), "update")
+    short = glm47(*given, "batching.prompts=8")
+    costs = time_of(short).costs
+    steps = ("optimizer", "gather weights", "state of the optimizer")
+    passes = sum(c.seconds for c in costs if c.phase == "old_logprobs")
+    of_update = [c.seconds for c in costs if c.phase == "update" and c.name not in steps]
+    passes += sum(of_update) / 2  # of two minibatches
+    counts = parameters(short.sizes)
+    held = 12 * ((counts.total - counts.expert) / 8 + counts.expert / 8)
+    left = amounts(short, "update")["state of the optimizer"]
+    assert left == pytest.approx(held - passes * 0.8 * 64e9, rel=0.02)
+
+
 def test_step_time_counts_the_memory_traffic_of_recomputed_units():
     """46 layers read gate and up again, and write their product, for 4 experts of 1536 columns."""
     ways = ("none", "selective", "full")

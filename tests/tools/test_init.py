@@ -127,6 +127,7 @@ def test_init_writes_what_it_wrote(here: Path, capsys: pytest.CaptureFixture[str
     ("model", "gpus"),
     [
         ("glm47", "8xH100"),
+        ("glm47", "6xH200"),  # recomputes what enters the last product of the experts
         ("moonlight", "8xH100"),
         ("nemotron3_nano", "8xH100"),
         ("qwen3_30b", "8xH100"),

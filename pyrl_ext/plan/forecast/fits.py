@@ -56,7 +56,11 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
     """Advice: keys that make it fit without another layout, or else the two that save most."""
     rollout = plan.rollout
     rows = plan.batching.tokens_per_microbatch // 2
-    changes: list[tuple[str, str, object]] = [("model", "recompute", "full")]
+    changes: list[tuple[str, str, object]] = []
+    if plan.model.recompute_modules == ["core_attn", "moe"]:  # full reads no other list
+        changes.append(("model", "recompute", "full"))
+    elif "moe_act" in plan.recomputed_modules:
+        changes.append(("model", "recompute_modules", ["core_attn", "moe"]))
     if plan.optimizer.name == "adamw":
         changes.append(("optimizer", "distributed", True))
     if rows >= plan.max_rows:
@@ -69,9 +73,10 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
         changes.append(("rollout", "gpu_memory_utilization", lower))
     after: list[tuple[int, str]] = []
     for section, key, value in changes:
-        changed = getattr(plan, section).model_copy(update={key: value})
-        now, *_ = _most(stage_memory(plan.model_copy(update={section: changed})), exact)
-        after.append((now, f"{section}.{key}: {str(value).lower()}"))
+        other = getattr(plan, section).model_copy(update={key: value})
+        now, *_ = _most(stage_memory(plan.model_copy(update={section: other})), exact)
+        text = f"[{', '.join(value)}]" if isinstance(value, list) else str(value).lower()
+        after.append((now, f"{section}.{key}: {text}"))
     after.sort()
     enough = [each for each in after if each[0] <= limit]
     parts = [f"{change} ({size(now)})" for now, change in enough or after[:2] if now < 0.99 * held]

@@ -8,14 +8,15 @@ sync are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pyrl_ext.plan.forecast.compute_time import Passes, Spent, added, pass_costs
+from pyrl_ext.plan.forecast.compute_time import Passes, Spent, added, pass_costs, reached
 from pyrl_ext.plan.forecast.encoder import EncoderForecast, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import update_flops
-from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.muon import ITERATIONS, MORE_BYTES, muon_flops, muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     copies,
@@ -35,6 +36,8 @@ from pyrl_ext.plan.plan import Plan
 
 # of Python for a tensor of a weight sync, to gather and to load it [s]: `benchmarks.publish --host`
 TENSOR_SECONDS = 115e-6
+STEPPING = ("optimizer", "orthogonal updates", "gather weights")
+"""Costs of an update that need the optimizer's state, or follow its step."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,21 @@ def step_time(plan: Plan) -> StepTime | None:
     scored = ()
     if plan.has_rollouts:
         scored = (*pass_costs(run, step_rounds(plan), ["score"]), *_image_rows(plan, gpu, 1))
-    epoch = [cost for rounds in update_rounds(plan) for cost in minibatch_costs(run, rounds)]
-    costs = (
+    updates = [[*minibatch_costs(run, rounds)] for rounds in update_rounds(plan)]
+    epoch = [cost for each in updates for cost in each]
+    before_update = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
         *_phase("old_logprobs", () if plan.scores_in_update else scored),
         *_phase("ref_logprobs", scored if plan.objective.kl_coef else ()),
         *_phase("teacher_logprobs", _teachers(plan, gpu)),
-        *_phase("update", added(epoch * plan.batching.epochs)),
+    )
+    passes = [cost for cost in before_update if cost.phase.endswith("logprobs")]
+    passes += [cost for cost in updates[0] if cost.name not in STEPPING]
+    late = _late(plan, gpu, sum(cost.seconds for cost in passes))
+    costs = (
+        *before_update,
+        *_phase("update", [*late, *added(epoch * plan.batching.epochs)]),
     )
     peak = plan.world_size * gpu.flops["fp8" if plan.model.fp8 else plan.model.dtype]
     return StepTime(costs, update_flops(plan), peak, tuple(_assumed(plan)))
@@ -155,17 +165,29 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     else:
         yield Spent.at("send weights", taken, "ring", gpu.network, "to the engine's GPUs")
     if OFFLOADED[plan.rollout.offload_trainer]:
-        moved = max(map(_offloaded, stage_memory(plan)))
+        moved = max(2 * sum(held.values()) - held["optimizer"] for held in _offloaded(plan))
         note = "to the host and back; the optimizer's state comes back behind the passes"
         yield Spent.at("offload trainer", moved, "host", gpu.host, note)
 
 
-def _offloaded(stage: StageMemory) -> int:
-    """Bytes that a rank moves to the host, and back before the passes."""
-    ends = " on the host"
-    held = {x.name.removesuffix(ends): x.bytes for x in stage.items if x.name.endswith(ends)}
-    back = sum(size for name, size in held.items() if not name.startswith("optimizer"))
-    return sum(held.values()) + back
+def _offloaded(plan: Plan) -> Iterator[Counter[str]]:
+    """Bytes that a rank of each stage moves to the host: of the optimizer, and of others."""
+    for stage in stage_memory(plan):
+        held = Counter[str]()
+        for item in stage.items:
+            if item.name.endswith(" on the host"):
+                name = "optimizer" if item.name.startswith("optimizer") else "others"
+                held[name] += item.bytes
+        yield held
+
+
+def _late(plan: Plan, gpu: Gpu, before: float) -> Iterator[Spent]:
+    """What of the optimizer's state has not come back in the `before` seconds of passes."""
+    if OFFLOADED[plan.rollout.offload_trainer]:
+        held = max(each["optimizer"] for each in _offloaded(plan))
+        left = max(0, held - before * reached("host", gpu.host))
+        note = "not back from the host after the passes before the first step"
+        yield Spent.at("state of the optimizer", left, "host", gpu.host, note)
 
 
 def _sent_to_servers(plan: Plan, gpu: Gpu, whole: int, gathering: float) -> Spent:

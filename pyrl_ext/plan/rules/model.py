@@ -37,10 +37,10 @@ def recomputed_modules_are_recomputed(plan: Plan) -> Found:
         yield "[], expected at least one module. Use model.recompute: none"
     if len(set(names)) < len(names):
         yield f"{listed}, expected each module once"
+    if not plan.sizes.num_experts and ("moe_act" in names or "core_attn" not in names):
+        yield f"{listed} with a model without routed experts, expected [core_attn]"
     if "moe_act" not in names:
         return
-    if not plan.sizes.num_experts:
-        yield f"{listed} with a model without routed experts, expected it without moe_act"
     if "moe" in names:
         yield f"{listed}, expected moe or moe_act; moe recomputes all of the experts"
     if plan.model.backend == "te":

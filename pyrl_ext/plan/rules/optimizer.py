@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, in_config, rule
 
-MOST_DECAY = 0.992  # a step changes a moment by 1/128, the largest step between two bfloat16
+MOST_DECAY = 0.992  # without a gradient a moment falls by 1/128, the most between two bfloat16
 
 
 def muon_problems(plan: Plan) -> list[str]:
@@ -42,8 +42,8 @@ def rounded_moments_move(plan: Plan) -> Found:
         if decay > MOST_DECAY:
             yield (
                 f"bfloat16 with a decay of {decay:g} in optimizer.betas, expected decays of at "
-                f"most {MOST_DECAY}; bfloat16 has 8 bits, so rounding would undo the change of a "
-                "step and a moment would never fall. Lower the decay, or use float32"
+                f"most {MOST_DECAY}; numbers of bfloat16 are up to 1/128 apart, and rounding would "
+                "undo or double the smaller change of a step. Lower the decay, or use float32"
             )
 
 
