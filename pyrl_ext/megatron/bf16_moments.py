@@ -31,8 +31,6 @@ class Bf16MomentsAdamW(torch.optim.AdamW):
         super().__init__([torch.zeros(0)], fused=True)
         # torch's way to add groups takes no views, which a distributed optimizer steps
         self.param_groups = groups
-        for group in groups:
-            group["fused"] = True  # counts of steps are on the device
 
     def init_state(self) -> None:
         """Zeros for moments that do not exist yet."""

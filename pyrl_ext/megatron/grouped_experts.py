@@ -221,7 +221,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _gradients(
     grad: Tensor, rows: Tensor | None, weight: Tensor, ends: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of rows and weight, as far as they are wanted; `rows` may be None if the weight's is not."""
+    """Gradients of the rows and of the weight, where wanted. The weight's alone reads `rows`."""
     of_rows, of_weight = wanted
     if not len(grad):
         zeros = torch.zeros_like(weight) if of_weight else None

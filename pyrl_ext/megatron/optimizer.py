@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.megatron.bf16_moments import Bf16MomentsAdamW
+from pyrl_ext.megatron.bf16_moments import MOMENTS, Bf16MomentsAdamW
 from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.ops.tensors import dtype_of
@@ -193,7 +193,6 @@ def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
 # and named as the parameter is, and the number of steps. Hyperparameters come from the plan, not
 # the checkpoint.
 
-ADAM = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
 
 
@@ -296,7 +295,7 @@ def _mains(part: Any) -> list[Tensor]:
 
 def _tensors(part: Any, main: Tensor) -> dict[str, Tensor]:
     state = part.optimizer.state[main]
-    kinds = MUON if MUON[0] in state else ADAM
+    kinds = MUON if MUON[0] in state else MOMENTS
     return {"param": main} | {kind: state[kind] for kind in kinds}
 
 

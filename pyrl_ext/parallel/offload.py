@@ -229,6 +229,7 @@ class OffloadedStorage:
 
 @cache
 def _stream_of(device: torch.device) -> Any:
+    """Not the stream of `Upload`: microbatches would wait for all of the state."""
     return torch.get_device_module(device).Stream(device)
 
 

@@ -10,7 +10,10 @@ from pyrl_ext.megatron import bf16_moments
 from pyrl_ext.megatron.bf16_moments import MOMENTS, Bf16MomentsAdamW
 
 SHAPES = [(37, 5), (), (0,), (2, 3, 4), (300, 7)]
-LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.98), 1e-8, 0.1
+LR = 1e-2
+BETAS = (0.9, 0.98)
+EPS = 1e-8
+DECAY = 0.1
 ULP = 2.0**-7  # the largest step between two bfloat16, relative
 
 

@@ -48,7 +48,7 @@ def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
 
 
 def test_suggest_tries_the_cheapest_recomputation_first(eight: Search):
-    """Where nothing needs to be recomputed, nothing is; else what enters the last products."""
+    """None where that fits, otherwise only the inputs of the experts' last products."""
     ways = {"none": 0, "selective": 1, "full": 3}
     cheap = "model.recompute_modules=[core_attn,moe_act]"
     chosen = [ways[each.plan.model.recompute] for each in eight.found]

@@ -177,7 +177,7 @@ def dispatched(plan: Plan) -> float:
 
 
 def _inside_experts(plan: Plan) -> float:
-    """What enters the last product of an expert, for one of its rows."""
+    """Bytes of a row of the input of an expert's last product."""
     return plan.weight_bytes * plan.sizes.moe_intermediate_size / plan.parallel.etp_size
 
 

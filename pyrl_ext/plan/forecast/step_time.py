@@ -182,7 +182,7 @@ def _offloaded(plan: Plan) -> Iterator[Counter[str]]:
 
 
 def _late(plan: Plan, gpu: Gpu, before: float) -> Iterator[Spent]:
-    """What of the optimizer's state has not come back in the `before` seconds of passes."""
+    """The optimizer's state that is still on the host after `before` seconds of passes."""
     if OFFLOADED[plan.rollout.offload_trainer]:
         held = max(each["optimizer"] for each in _offloaded(plan))
         left = max(0, held - before * reached("host", gpu.host))

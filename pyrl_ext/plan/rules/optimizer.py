@@ -42,8 +42,8 @@ def rounded_moments_move(plan: Plan) -> Found:
         if decay > MOST_DECAY:
             yield (
                 f"bfloat16 with a decay of {decay:g} in optimizer.betas, expected decays of at "
-                f"most {MOST_DECAY}; numbers of bfloat16 are up to 1/128 apart, and rounding would "
-                "undo or double the smaller change of a step. Lower the decay, or use float32"
+                f"most {MOST_DECAY}; neighbouring bfloat16 numbers differ by up to 1/128, and "
+                "smaller changes may be rounded away. Lower the decay, or use float32"
             )
 
 
