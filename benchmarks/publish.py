@@ -15,6 +15,9 @@ of all of it is in the lab book, next to the results.
 
 ``--host`` needs no ranks: the processor time of a tensor, whatever its size, which the plan counts
 in a weight sync (`TENSOR_SECONDS`).
+
+``--changes`` needs no ranks either: how much of bfloat16 weights a step of AdamW changes, and one
+sender's sync with one engine, of everything and of what changed (`rollout.delta_sync`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -50,6 +54,10 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.buckets import buckets_of
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.build import build_engine
+from pyrl_ext.rollout.remote.changes import SentBuckets, apply_changes, changes_between
+from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
+from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
+from pyrl_ext.rollout.remote.weight_sender import Transfer
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import Shards
 from tests.helpers.server_processes import server_processes
@@ -76,6 +84,11 @@ TIMES = 3.0  # bar: as fast as this, load included
 SERVERS = 2
 TURNS = 7
 HOST_TURNS = 5
+RATES = (1e-6, 3e-6, 1e-5)  # learning rates
+WEIGHT_STD = 0.02
+MATRICES = 32
+SIDE = 2048
+CHANGED_STEPS = 12
 BROADCAST = "rollout.transport=broadcast"
 WAYS = {
     "to each from one rank": (),
@@ -305,6 +318,95 @@ def show_apart(rows: dict[str, Apart], rate: float) -> None:
         print(f"{name}, turn by turn: {statistics.median(times):.2f} times as fast as the first")
 
 
+def stepped(rate: float) -> tuple[list[Tensor], list[Tensor]]:
+    """bfloat16 weights before and after a step of AdamW at a learning rate, of float32 weights with
+    the spread of a language model's and noise as gradients."""
+    torch.manual_seed(0)
+    held = [torch.nn.Parameter(WEIGHT_STD * torch.randn(SIDE, SIDE)) for _ in range(MATRICES)]
+    optimizer = torch.optim.AdamW(held, rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    versions: list[list[Tensor]] = []
+    for step in range(CHANGED_STEPS):
+        for weight in held:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        if step >= CHANGED_STEPS - 2:
+            versions.append([weight.detach().bfloat16() for weight in held])
+    return versions[0], versions[1]
+
+
+class Sync(NamedTuple):
+    """One transfer: seconds, and bytes that were sent."""
+
+    seconds: float
+    bytes: int
+
+
+def synced(engine: StagedUpdate, weights: Sequence[Tensor], sent: SentBuckets | None) -> Sync:
+    """Send the weights to the engine, of which only changes if it holds what was ``sent``."""
+    named = [(f"layers.{n}.weight", weight) for n, weight in enumerate(weights)]
+    delta = sent is not None and bool(sent.sync) and engine.kept == sent.sync
+    wanted = {name: tuple(weight.shape) for name, weight in named}
+    transfer = Transfer(["http://127.0.0.1:1"], 1, wanted, DEADLINE, sent=sent, delta=delta)
+    keep = None if sent is None else "sync"
+    with closing(transfer), ThreadPoolExecutor(1) as pool:
+        (way,) = transfer.open()
+        info = UpdateInfo(senders=[way.sender], engine=0, version=1, silence=DEADLINE, keep=keep)
+        engine.start()
+        start = time.perf_counter()
+        came = pool.submit(engine.update, info.model_dump())
+        transfer.send(named)
+        came.result()
+        seconds = time.perf_counter() - start
+    _, tensors = engine.finish()
+    if not all(torch.equal(tensors[name], weight) for name, weight in named):
+        raise RuntimeError("benchmarks.publish: other weights came, expected those sent")
+    if sent is not None:
+        sent.sync = "sync"
+    return Sync(seconds, transfer.sent_bytes)
+
+
+def changes_row(rate: float) -> list[str]:
+    """Of a learning rate."""
+    versions = stepped(rate)
+    old, new = (torch.cat([w.view(-1) for w in weights]) for weights in versions)
+    differ = int((old != new).sum())
+    old_bytes, new_bytes = old.view(torch.uint8), new.view(torch.uint8)
+    start = time.perf_counter()
+    changes = changes_between(old_bytes, new_bytes)
+    compared = time.perf_counter() - start
+    assert changes is not None
+    start = time.perf_counter()
+    apply_changes(old_bytes, changes)
+    applied = time.perf_counter() - start
+
+    engine = StagedUpdate({f"layers.{n}.weight": w.shape for n, w in enumerate(versions[0])})
+    of_all = [synced(engine, versions[turn % 2], None) for turn in range(TURNS)]
+    sent = SentBuckets()
+    synced(engine, versions[1], sent)
+    of_changes = [synced(engine, versions[turn % 2], sent) for turn in range(TURNS)]
+    return [
+        f"{rate:g}",
+        f"{differ / len(new):.2%}",
+        f"{of_changes[-1].bytes / of_all[-1].bytes:.1%}",
+        f"{new.nbytes / compared / 1e9:.1f}",
+        f"{new.nbytes / applied / 1e9:.1f}",
+        f"{1e3 * statistics.median(each.seconds for each in of_all[1:]):.0f}",
+        f"{1e3 * statistics.median(each.seconds for each in of_changes[1:]):.0f}",
+    ]
+
+
+def show_changes() -> None:
+    show(
+        ("lr", "changed", "bytes", "compare GB/s", "apply GB/s", "all ms", "changes ms"),
+        [changes_row(rate) for rate in RATES],
+        width=180,
+        title=f"{MATRICES * SIDE**2 * 2 / 1e6:.0f} MB of bfloat16 from one sender to one engine: "
+        f"{device_name('cpu')}, {now()}",
+        caption="changed: share of the weights; bytes: of those that a sync of everything sends; "
+        f"the last two: transfers over loopback, with digests, median of {TURNS - 1}",
+    )
+
+
 def measure_host(engine: str) -> list[str]:
     """Processor time of one process for a tensor, where tensors are small [us]."""
     with tempfile.TemporaryDirectory() as folder:
@@ -381,9 +483,14 @@ def show_layouts(rows: dict[str, Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time of a weight sync.")
     parser.add_argument("--host", action="store_true", help="only the processor time of a tensor")
-    if parser.parse_args().host:
+    parser.add_argument("--changes", action="store_true", help="only syncs of what changed")
+    asked = parser.parse_args()
+    if asked.host or asked.changes:
         torch.set_num_threads(1)
-        show_host()
+        if asked.host:
+            show_host()
+        if asked.changes:
+            show_changes()
         return
     with tempfile.TemporaryDirectory() as folder:
         keys = (write_config(folder, hf_config("tiny") | MODEL), *COMMON)

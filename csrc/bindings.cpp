@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "changed_words/api.hpp"
 #include "common/dispatch.hpp"
 #include "common/dtype.hpp"
 #include "common/sources.hpp"
@@ -49,6 +50,19 @@ void bind_common(py::module_& m) {
       .value("f64", DType::f64);
   m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); }, arg("isa"));
   m.def("auto_isa", &pyrl::auto_isa);
+}
+
+void bind_changed_words(py::module_& m) {
+  m.attr("WORDS_AT_ONCE") = pyrl::kWordsAtOnce;
+  m.def(
+      "changed_words_cpu",
+      [](Address before, Address now, int64_t size, int64_t run, Address distances, Address values,
+         int64_t room) {
+        return pyrl::changed_words_cpu(at<const uint16_t>(before), at<const uint16_t>(now), size,
+                                       run, at<uint16_t>(distances), at<uint16_t>(values), room);
+      },
+      py::kw_only(), arg("before"), arg("now"), arg("size"), arg("run"), arg("distances"),
+      arg("values"), arg("room"), nogil());
 }
 
 void bind_expand_runs(py::module_& m) {
@@ -526,6 +540,7 @@ void bind_emulation(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.attr("sources") = pyrl::sources;
   bind_common(m);
+  bind_changed_words(m);
   bind_expand_runs(m);
   bind_expert_rows(m);
   bind_gather_rows(m);

@@ -184,6 +184,11 @@ SERVER_METRICS = (
     ),
     Metric("publish/bytes", "bytes", "Sent by all ranks to servers; what servers pass on is not."),
     Metric(
+        "publish/saved_bytes",
+        "bytes",
+        "Bytes that were not sent since they had not changed (rollout.delta_sync).",
+    ),
+    Metric(
         "publish/again",
         "servers",
         "Servers that got the weights a second time, since the one before them failed.",

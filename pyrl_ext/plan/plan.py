@@ -73,6 +73,7 @@ FREE_ON_RESUME = (
     "rollout.max_mismatch",
     "rollout.transport",
     "rollout.overlap_publish",
+    "rollout.delta_sync",
     "turns.timeout",
     "rollout.servers",
     "rollout.launch",

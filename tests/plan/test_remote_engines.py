@@ -99,3 +99,14 @@ def test_syncs_weights_in_background_needs_steps_ahead():
         ([*HOSTS, "rollout.ahead=1", "rollout.overlap_publish=false"], False),
     ):
         assert compile_plan(GLM47, keys).rollout.syncs_weights_in_background == background
+
+
+def test_stage_memory_counts_the_copy_that_changes_are_found_in():
+    for senders in (1, 2):
+        keys = [*HOSTS, f"rollout.senders={senders}", "rollout.delta_sync=true"]
+        plan = compile_plan(GLM47, keys)
+        items = {item.name: item for item in stage_memory(plan)[0].items}
+        copy = items["weights sent before"]
+        assert copy.host and copy.bytes == 2 * parameters(plan.sizes).total // senders
+        before = stage_memory(compile_plan(GLM47, keys[:-1]))[0].items
+        assert "weights sent before" not in {item.name for item in before}

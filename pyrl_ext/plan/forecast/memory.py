@@ -281,13 +281,16 @@ def _publish(plan: Plan) -> Iterator[Item]:
         held += sent
         why += ", a bucket on its way to the host"
     yield Item("publish", held, ("publish",), why, exact=False)
+    copied = (published(plan).numbers + encoder_parameters(plan)) * plan.weight_bytes
+    copied //= rollout.senders
+    why = f"copy of what each of {rollout.senders} senders sends: rollout."
+    if rollout.delta_sync:
+        name = "weights sent before"
+        yield Item(name, copied, MEMORY_PHASES, f"{why}delta_sync", exact=False, host=True)
     if rollout.syncs_weights_in_background:
-        width = plan.weight_bytes
-        copied = (published(plan).numbers + encoder_parameters(plan)) * width
         phases = ("publish", *MEMORY_PHASES[1:3])
-        why = f"copy of what each of {rollout.senders} senders sends: rollout.overlap_publish"
         name = "published weights"
-        yield Item(name, copied // rollout.senders, phases, why, exact=False, host=True)
+        yield Item(name, copied, phases, f"{why}overlap_publish", exact=False, host=True)
     elif plan.transport != "inprocess":
         why = "two buckets on their way to the engine"
         host = plan.transport in ("shm", "servers")

@@ -17,6 +17,7 @@ LOOPBACK = re.compile(r"http://(localhost|127\.\d+\.\d+\.\d+):\d+")
 REMOTE_ONLY = (
     "min_servers",
     "senders",
+    "delta_sync",
     "keys",
     "request_timeout",
     "publish_timeout",
@@ -167,6 +168,15 @@ def one_rank_broadcasts_to_remote_engines(plan: Plan) -> Found:
             "senders",
             f"{rollout.senders} with rollout.transport broadcast, expected 1; groups of several "
             "ranks that send to the same engines could deadlock",
+        )
+
+
+@rule("rollout.delta_sync")
+def adapters_are_sent_whole(plan: Plan) -> Found:
+    if plan.rollout.delta_sync and plan.lora_publish == "adapter":
+        return (
+            "true with adapters in the engine, expected false; nothing but the adapters is sent, "
+            "and they change everywhere. Use lora.publish: merge to send merged weights"
         )
 
 

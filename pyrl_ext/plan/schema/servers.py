@@ -43,6 +43,9 @@ class Servers(Section):
     overlap_publish: bool = True
     """with ahead: senders copy the weights into host memory, and the trainer continues with its
     forward passes while they are sent; false: it waits until the engines have the weights"""
+    delta_sync: bool = False
+    """a weight sync sends only what changed since the one before, which senders and engines keep in
+    host memory; everything, while an engine joins or where more than half of a bucket changed"""
     keys: Text | None = None
     """folder with the files generate and control, each a secret that servers require; null: none,
     which only loopback addresses allow"""

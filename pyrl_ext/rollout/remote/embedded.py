@@ -221,6 +221,8 @@ class EmbeddedServer:
             return web.json_response({"results": [call(Run(*body.args))]})
         if body.method == "identity":
             return web.json_response({"results": [self.identity]})
+        if body.method == "kept":
+            return web.json_response({"results": [self.staged.kept]})
         digests = await self.worker.call(self.engine.checksums, body.args[0])
         return web.json_response({"results": [digests]})
 
@@ -262,7 +264,7 @@ class _Held(BaseModel):
 
 
 class _RpcCall(BaseModel):
-    method: Literal["identity", "weight_digests"]
+    method: Literal["identity", "kept", "weight_digests"]
     args: tuple[list[str] | None] = (None,)
 
 

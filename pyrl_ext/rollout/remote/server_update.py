@@ -37,6 +37,7 @@ class ServerUpdate:
         seconds: gets the longest time of any server, by step
 
     Attributes:
+        kept: number of the sync whose bytes it holds; "": it holds none, or was not asked
         fetching: the call in which the server fetches the weights
         waits_for: address and path of the call that the step waits for
         until: longest time of that call is over then, on the monotonic clock [s]
@@ -47,6 +48,7 @@ class ServerUpdate:
     timeout: float
     failed: dict[str, str]
     seconds: dict[str, float]
+    kept: str = ""
     fetching: asyncio.Task[dict[str, Any]] | None = None
     waits_for: str = ""
     until: float = 0.0
@@ -72,6 +74,11 @@ class ServerUpdate:
                     "part is replaced; it needs all of them first"
                 )
         await self._start()
+
+    async def look(self) -> None:
+        """Ask which bytes the server holds, of which changes are enough."""
+        answer = await self._call("start", protocol.RPC, {"method": "kept"})
+        self.kept = next(filter(None, answer.get("results") or ()), "")
 
     async def repeat(self) -> None:
         """Everything before the first byte once more, for a server that missed some."""

@@ -23,6 +23,10 @@ class ServedWorker:
         """Digests of the tensors last loaded, as they came; with None also of those in memory."""
         return self.weight_transfer_engine.weight_digests(names)
 
+    def kept(self) -> str:
+        """See `StagedUpdate.kept`; the first worker receives."""
+        return self.weight_transfer_engine.staged.kept
+
     def claim(self, number: str, name: str) -> str:
         """See `Holder.claim`."""
         return self._held.claim(Run(number, name))

@@ -2,11 +2,11 @@
 
 An engine connects to each sender (a rank of the trainer) and sends a key that it got over HTTP.
 Then frames come: buckets of tensors, and an end. A frame is a head of fixed size, a description in
-JSON, and the bytes of its tensors, which come over the same connection or by a broadcast. Nothing
-is pickled. The engine compares a description with the tensors that it holds before it allocates
-memory, so a sender cannot make it allocate more than those take in float32. Bytes are neither
-encrypted nor signed: the digest of each bucket and its description finds faults, not forgery, so
-the network has to be private.
+JSON, and the bytes of its tensors, or of what changed in them since the weight sync before. These
+bytes come over the same connection or by a broadcast. Nothing is pickled. The engine compares a
+description with the tensors that it holds before it allocates memory, so a sender cannot make it
+allocate more than those take in float32. Bytes are neither encrypted nor signed: the digest of each
+bucket and its description finds faults, not forgery, so the network has to be private.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.parallel.buckets import Bucket
+from pyrl_ext.rollout.remote.changes import CHANGE_BYTES, apply_changes
 from pyrl_ext.rollout.remote.protocol import first_fault
 
-MAGIC = b"pyrl weights 5\r\n"
+MAGIC = b"pyrl weights 6\r\n"
 KEY_BYTES = 32
 HELLO = struct.Struct(f"<{len(MAGIC)}sI{KEY_BYTES}s")  # magic, number of the engine, key
 HEAD = struct.Struct("<IQ")  # size of the description, size of the tensors [bytes]
@@ -114,6 +115,8 @@ class UpdateInfo(Message):
         silence: longest time without a byte of a sender [seconds]
         only: names of the tensors that come, the others stay; None: all
         broadcast: the way of the bytes of tensors; None: over the connection to each sender
+        keep: number under which the engine keeps all bytes, from which the next sync may send
+            changes; None: it keeps none
     """
 
     senders: Annotated[list[SenderAddress], Field(min_length=1, max_length=MAX_SENDERS)]
@@ -122,6 +125,7 @@ class UpdateInfo(Message):
     silence: Seconds
     only: list[str] | None = None
     broadcast: BroadcastRoute | None = None
+    keep: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
 
 class TensorDescription(NamedTuple):
@@ -140,12 +144,15 @@ class Description(Message):
         version: of the weights
         tensors: in the order of their bytes
         digest: see `bucket_digest`; at the end the `names_digest` of all tensors of this sender
+        base: digest of the bucket of the sync before, of which the changes come; None: all bytes
+            come
     """
 
     number: int
     version: int
     tensors: list[TensorDescription]
     digest: str
+    base: str | None = None
 
 
 def bucket_digest(tensors: Sequence[TensorDescription], buffer: Tensor) -> str:
@@ -175,33 +182,42 @@ def engine_of(greeting: bytes, keys: Sequence[str]) -> int | None:
     return engine if hmac.compare_digest(key, bytes.fromhex(expected)) else None
 
 
-def bucket_frame(number: int, version: int, bucket: Bucket, buffer: Tensor) -> bytes:
-    """The head and the description of a bucket, before its ``bucket.bytes`` bytes.
-
-    Syncs: once, for the digest.
-    """
+def described(bucket: Bucket) -> list[TensorDescription]:
+    """The descriptions of a bucket's tensors."""
     tensors: list[TensorDescription] = []
     for slot in bucket.slots:
         dtype: Any = str(slot.dtype)[6:]
         tensors.append(TensorDescription(slot.name, dtype, list(slot.shape)))
-    return _frame(number, version, tensors, bucket_digest(tensors, buffer[: bucket.bytes]), bucket)
+    return tensors
+
+
+def bucket_frame(
+    number: int,
+    version: int,
+    tensors: list[TensorDescription],
+    known: str,
+    size: int,
+    base: str | None = None,
+) -> bytes:
+    """The head and the description of a bucket, before its bytes or its changes.
+
+    Args:
+        tensors, known: descriptions and digest, see `described` and `bucket_digest`
+        size: of what follows [bytes]
+        base: see `Description`
+    """
+    # not checked: the engine names a tensor that it does not take
+    description = Description.model_construct(
+        number=number, version=version, tensors=tensors, digest=known, base=base
+    )
+    text = description.model_dump_json(warnings=False).encode()
+    assert len(text) <= MAX_DESCRIPTION, f"a bucket whose names take {len(text)} bytes"
+    return HEAD.pack(len(text), size) + text
 
 
 def end_frame(number: int, version: int, shapes: Mapping[str, Size]) -> bytes:
     """The frame after a sender's last bucket."""
-    return _frame(number, version, [], names_digest(shapes), Bucket((), 0))
-
-
-def _frame(
-    number: int, version: int, tensors: list[TensorDescription], known: str, bucket: Bucket
-) -> bytes:
-    # not checked: the engine names a tensor that it does not take
-    description = Description.model_construct(
-        number=number, version=version, tensors=tensors, digest=known
-    )
-    text = description.model_dump_json(warnings=False).encode()
-    assert len(text) <= MAX_DESCRIPTION, f"a bucket whose names take {len(text)} bytes"
-    return HEAD.pack(len(text), bucket.bytes) + text
+    return bucket_frame(number, version, [], names_digest(shapes), 0)
 
 
 # receiving ---------------------------------------------------------------------------------------
@@ -213,11 +229,20 @@ class IncomingTensors:
     Args:
         wanted: name -> shape of the tensors that have to come, each exactly once
         version: of them
+        held: digest -> bytes of a bucket of the sync before; those of which changes come are taken
+            out and changed in place
+
+    Attributes:
+        buckets: digest -> bytes of each bucket that came
     """
 
-    def __init__(self, wanted: Mapping[str, Size], version: int):
+    def __init__(
+        self, wanted: Mapping[str, Size], version: int, held: dict[str, Tensor] | None = None
+    ):
         self.wanted = wanted
         self.version = version
+        self.buckets = dict[str, Tensor]()
+        self._held = {} if held is None else held
         self._claimed = dict[str, object]()
         self._received = dict[str, Tensor]()
 
@@ -262,14 +287,24 @@ class IncomingTensors:
         for name, _, shape in tensors:
             self._claim(name, shape)
         bucket = Bucket.of((name, DTYPES[dtype], shape) for name, dtype, shape in tensors)
-        require(size == bucket.bytes, f"{size} bytes of tensors", f"{bucket.bytes}")
-        buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
-        for start in range(0, bucket.bytes, CHUNK):
-            note(bucket.name_at(start))
-            read(memoryview(buffer[start : start + CHUNK].numpy()))
+        if frame.base is None:
+            require(size == bucket.bytes, f"{size} bytes of tensors", f"{bucket.bytes}")
+            buffer = _data(read, note, bucket, size)
+            good = True
+        else:
+            buffer = self._held.pop(frame.base, None)
+            names = f"changes of a bucket that begins with {tensors[0].name}"
+            held = buffer is not None and len(buffer) == bucket.bytes
+            require(held, names, "all its bytes; the engine does not hold the bucket before")
+            assert buffer is not None
+            fits = 0 < size < bucket.bytes and size % CHANGE_BYTES == 0
+            rule = f"a multiple of {CHANGE_BYTES} below {bucket.bytes}"
+            require(fits, f"{size} bytes of changes", rule)
+            good = apply_changes(buffer, _data(read, note, bucket, size))
         names = f"the {len(tensors)} tensors from {tensors[0].name} to {tensors[-1].name}"
-        good = frame.digest == bucket_digest(tensors, buffer)
+        good = good and frame.digest == bucket_digest(tensors, buffer)
         require(good, f"{names} with another digest", "the one with which they left the trainer")
+        self.buckets[frame.digest] = buffer
         return {slot.name: slot.view(buffer) for slot in bucket.slots}
 
     def _claim(self, name: str, shape: list[int]) -> None:
@@ -279,6 +314,21 @@ class IncomingTensors:
         require(first, f"{name} twice", "each tensor once")
         expected = list(self.wanted[name])
         require(shape == expected, f"{name} of shape {str(shape)[:200]}", f"{expected}")
+
+
+def _data(read: Read, note: Callable[[str], object], bucket: Bucket, size: int) -> Tensor:
+    """The bytes that follow the description of a bucket, or the changes of these bytes."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    for start in range(0, size, CHUNK):
+        note(name_of(bucket, start, size))
+        read(memoryview(buffer[start : start + CHUNK].numpy()))
+    return buffer
+
+
+def name_of(bucket: Bucket, place: int, size: int) -> str:
+    """Name of the tensor at byte ``place`` of the ``size`` bytes sent of a bucket; about, if they
+    are changes."""
+    return bucket.name_at(place * bucket.bytes // size)
 
 
 def _bytes(read: Read, size: int) -> bytes:

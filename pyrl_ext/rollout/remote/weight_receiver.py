@@ -39,6 +39,10 @@ class StagedUpdate:
     Args:
         wanted: name -> shape of every tensor that the engine holds
         device: of the engine; tensors come into host memory
+
+    Attributes:
+        kept: number of the weight sync whose bytes are kept, so that the next one may send changes
+            of them; "": of none
     """
 
     def __init__(self, wanted: Mapping[str, Sequence[int]], device: torch.device | str = "cpu"):
@@ -48,6 +52,8 @@ class StagedUpdate:
         self._lock = threading.Lock()  # an update runs in a thread
         self._number = 0  # of starts and drops
         self._received: tuple[UpdateInfo, dict[str, Tensor]] | None = None
+        self.kept = ""
+        self._buckets = dict[str, Tensor]()
 
     def start(self) -> None:
         """A weight sync begins; what an earlier one left is dropped."""
@@ -78,11 +84,19 @@ class StagedUpdate:
         number = self._forget()
         require(started, "an update that was not started", "/start_weight_update first")
         info = UpdateInfo.parse(to_json(fields))
-        tensors = _receive(info, self._expected(info.only), self.device)
+        with self._lock:  # they are changed in place: after a failure all bytes have to come again
+            held = self._buckets
+            self._buckets = {}
+            self.kept = ""
+        incoming = IncomingTensors(self._expected(info.only), info.version, held)
+        tensors = _receive(info, incoming, self.device)
         # the trainer that asked may have left, and another one begun
         with self._lock:
             require(number == self._number, "an update that was dropped", "it to be the last one")
             self._received = info, tensors
+            if info.keep is not None:
+                self._buckets = incoming.buckets
+                self.kept = info.keep
 
     def finish(self, version: int | None = None) -> tuple[UpdateInfo, dict[str, Tensor]]:
         """The update info, and name -> tensor for the engine to load; both are dropped here.
@@ -107,13 +121,12 @@ class StagedUpdate:
 
 
 def _receive(
-    info: UpdateInfo, wanted: Mapping[str, Sequence[int]], device: torch.device
+    info: UpdateInfo, incoming: IncomingTensors, device: torch.device
 ) -> dict[str, Tensor]:
     """All tensors of a transfer, verified, from all its senders at once.
 
     Raises: TransferError naming the sender, also when it cannot be reached, or stops.
     """
-    incoming = IncomingTensors(wanted, info.version)
     failed = list[TransferError]()
     connections = list[socket.socket]()
 

@@ -30,6 +30,7 @@ from pyrl_ext.ops.tensors import on_gpu
 from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.parallel.external_groups import listening, own_address
 from pyrl_ext.rollout.remote.broadcast import BROKEN, Broadcast, gone
+from pyrl_ext.rollout.remote.changes import Changes, SentBuckets
 from pyrl_ext.rollout.remote.weight_protocol import (
     CHUNK,
     CONNECT_TIMEOUT_S,
@@ -38,9 +39,12 @@ from pyrl_ext.rollout.remote.weight_protocol import (
     BroadcastRoute,
     SenderAddress,
     TransferError,
+    bucket_digest,
     bucket_frame,
+    described,
     end_frame,
     engine_of,
+    name_of,
     require,
 )
 
@@ -84,10 +88,8 @@ class EngineLink:
             with suppress(OSError):  # not closed: a write may be waiting for it
                 self.socket.shutdown(socket.SHUT_RDWR)
 
-    def send(
-        self, frame: bytes, bucket: Bucket | None = None, buffer: Tensor | None = None
-    ) -> None:
-        """Send a frame, and the bytes of its tensors; an error is the engine's failure."""
+    def send(self, frame: bytes, bucket: Bucket | None = None, data: Tensor | None = None) -> None:
+        """Send a frame, and the bytes or changes of a bucket; an error is the engine's failure."""
         if not self.met.wait(self.limit):
             self.fail(f"did not connect within {self.limit:g} s")
         if self.error or self.socket is None:
@@ -95,10 +97,10 @@ class EngineLink:
         begin = time.monotonic()
         try:
             self._write(frame, begin)
-            if bucket is not None and buffer is not None:
-                view = memoryview(buffer.numpy())[: bucket.bytes]
-                for start in range(0, bucket.bytes, CHUNK):
-                    self.at = bucket.name_at(start)
+            if bucket is not None and data is not None:
+                view = memoryview(data.numpy())
+                for start in range(0, len(view), CHUNK):
+                    self.at = name_of(bucket, start, len(view))
                     self._write(view[start : start + CHUNK], begin)
         except TimeoutError:
             self.fail(f"took no bytes of {self.at} within its {self.limit:g} s")
@@ -137,6 +139,11 @@ class Transfer:
         bucket_bytes: of each of the two buffers; they grow to the largest bucket
         device: of the tensors; from a GPU they pass through one more buffer there
         broadcast: all engines get the bytes at once
+        sent: copies of what this rank sent before, which are replaced; None: it keeps none
+        delta: all engines hold what ``sent`` holds, so changes of it are enough
+
+    Attributes:
+        saved_bytes: number of bytes that all engines together got before
     """
 
     def __init__(
@@ -149,7 +156,10 @@ class Transfer:
         bucket_bytes: int = 2**30,
         device: torch.device | str = "cpu",
         broadcast: bool = False,
+        sent: SentBuckets | None = None,
+        delta: bool = False,
     ):
+        self.saved_bytes = 0
         self.version = version
         self.limit = limit
         self.bucket_bytes = bucket_bytes
@@ -166,6 +176,8 @@ class Transfer:
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
         self._sending: list[list[Future[None]]] = [[], []]
         self._number = 0
+        self._copies = sent
+        self._delta = delta
 
     def open(self, rank: int = 0) -> list[Way]:
         """Listen for the engines.
@@ -224,6 +236,8 @@ class Transfer:
                     if wanted.slots:
                         self._send_bucket(wanted, buffer)
                 self._check()
+                if self._copies is not None:
+                    self._copies.end(self._number)
                 if self.wanted:
                     self._start(end_frame(self._number, self.version, self._sent), None, None)
             except BaseException:
@@ -281,23 +295,40 @@ class Transfer:
         return self._buffers[0]
 
     def _send_bucket(self, bucket: Bucket, buffer: Tensor) -> None:
-        frame = bucket_frame(self._number, self.version, bucket, buffer)
+        tensors = described(bucket)
+        data = buffer[: bucket.bytes]
+        known = bucket_digest(tensors, data)
         if buffer.device.type != "cpu":
-            host = self._host(buffer.numel())
-            buffer = host[: bucket.bytes].copy_(buffer[: bucket.bytes])
+            data = self._host(buffer.numel())[: bucket.bytes].copy_(data)
+        changes = self._changes(data, known)
+        base = None if changes is None else changes.base
+        data = data if changes is None else changes.data
+        frame = bucket_frame(self._number, self.version, tensors, known, len(data), base)
         self._sent |= {slot.name: slot.shape for slot in bucket.slots}
         self._number += 1
-        self._start(frame, bucket, buffer)
+        self._start(frame, bucket, data)
         self._buffers.reverse()  # the next bucket goes into the other one
         self._sending.reverse()
 
-    def _start(self, frame: bytes, bucket: Bucket | None, buffer: Tensor | None) -> None:
+    def _changes(self, data: Tensor, known: str) -> Changes | None:
+        """What to send in place of a bucket's bytes; None: these bytes."""
+        copies = self._copies
+        if copies is None:
+            return None
+        changes = copies.changes(self._number, data) if self._delta else None
+        copies.keep(self._number, data, known)
+        if changes is not None:
+            targets = 1 if self._broadcast is not None else sum(not e.error for e in self._links)
+            self.saved_bytes += targets * (len(data) - len(changes.data))
+        return changes
+
+    def _start(self, frame: bytes, bucket: Bucket | None, data: Tensor | None) -> None:
         """Write a frame to every engine, in their threads."""
         sends: list[Callable[..., None]] = [link.send for link in self._links]
         if self._broadcast is not None:
             sends = [self._broadcast.send]
         self._sending[0] += [
-            writer.submit(send, frame, bucket, buffer)
+            writer.submit(send, frame, bucket, data)
             for writer, send in zip(self._writers, sends, strict=True)
         ]
 
@@ -380,19 +411,19 @@ class BroadcastSender:
             for rank in range(1, route.size)
         ]
 
-    def send(self, frame: bytes, bucket: Bucket | None, buffer: Tensor | None) -> None:
-        """A frame to each engine, and its tensors to all of them at once; if the group breaks, or
-        broke, every engine of it has failed.
+    def send(self, frame: bytes, bucket: Bucket | None, data: Tensor | None) -> None:
+        """A frame to each engine, and its bytes or changes to all of them at once; if the group
+        breaks, or broke, every engine of it has failed.
 
         Communicates: the bucket, in pieces; the first time when all have joined.
         """
         for link in self._links:
             link.send(frame)
-        if bucket is None or buffer is None:
+        if bucket is None or data is None:
             return
         begin = time.monotonic()
         try:
-            self._send_tensors(bucket, buffer, begin + self._left)
+            self._send_data(bucket, data, begin + self._left)
         except TransferError as error:
             for link in self._links:
                 link.fail(f"missed {link.at} ({error})")
@@ -403,20 +434,20 @@ class BroadcastSender:
         if self._member is not None:
             self._member.leave()
 
-    def _send_tensors(self, bucket: Bucket, buffer: Tensor, end: float) -> None:
+    def _send_data(self, bucket: Bucket, data: Tensor, end: float) -> None:
         lost = self._lost()
         member = self._member
         require(lost is None, f"{BROKEN} ({lost})", "every engine there")
         assert member is not None
         if not member.joined:
             member.join()
-        view = memoryview(buffer.numpy())[: bucket.bytes]
-        for begin in range(0, bucket.bytes, CHUNK):
+        view = memoryview(data.numpy())
+        for begin in range(0, len(view), CHUNK):
             for link in self._links:
-                link.at = bucket.name_at(begin)
+                link.at = name_of(bucket, begin, len(view))
             require(time.monotonic() < end, f"{BROKEN} (it took too long)", "an end")
             member.transfer(view[begin : begin + CHUNK])
-        self.sent += bucket.bytes
+        self.sent += len(view)
 
     def _lost(self) -> str | None:
         for link in self._links:

@@ -11,6 +11,7 @@ refuses to generate.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries, require_weights
 from pyrl_ext.rollout.remote.broadcast import BROKEN
 from pyrl_ext.rollout.remote.canary import Canary, canary_of, prove
+from pyrl_ext.rollout.remote.changes import SentBuckets
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
@@ -57,6 +59,8 @@ class Weights:
         device: of the tensors
         broadcast: the sender's bytes go to all servers at once. ``named`` then has to give the
             tensors again, for servers that miss them because another one failed
+        sent: copies of what this rank sent before: only changes are sent where all servers hold the
+            same; None: everything is sent
     """
 
     named: Named
@@ -67,6 +71,7 @@ class Weights:
     bucket_bytes: int = 2**30
     device: torch.device | str = "cpu"
     broadcast: bool = False
+    sent: SentBuckets | None = None
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Published:
         seen: address -> the canary's answer, of servers that `wait` found right
         seconds: by step, the longest of any server
         bytes: that all ranks sent to servers together
+        saved: bytes that were not sent, since they had not changed
         again: servers that were sent the weights a second time, because another one failed
     """
 
@@ -87,6 +93,7 @@ class Published:
     seen: dict[str, Answer] = field(default_factory=dict[str, Answer])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     bytes: int = 0
+    saved: int = 0
     again: int = 0
 
     def wait(self) -> dict[str, str]:
@@ -136,6 +143,8 @@ def publish(
         for server in servers
     ]
     ready = sync.step(updates, lambda update: update.prepare(pause, run, identity, weights.base))
+    if weights.sent is not None:
+        ready = sync.step(ready, ServerUpdate.look)
     begin = time.monotonic()
     received = sync.transfer(ready, weights.broadcast)
     if weights.broadcast:
@@ -144,7 +153,7 @@ def publish(
         if again:  # each by TCP, so that no other server can fail it
             result.again = again
             missed = sync.step(missed, ServerUpdate.repeat)
-            received += sync.transfer(missed, broadcast=False)
+            received += sync.transfer(missed, broadcast=False, delta=False)
     result.seconds["transfer"] = time.monotonic() - begin
     resumed = sync.step(received, lambda update: update.complete(pause))
     if canary is not None:
@@ -163,6 +172,7 @@ class _Sync:
     timeout: float
     group: dist.ProcessGroup | None
     result: Published
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine in the thread of the servers."""
@@ -172,11 +182,18 @@ class _Sync:
         """See `run_step`."""
         return self.run(run_step(updates, step))
 
-    def transfer(self, updates: Sequence[ServerUpdate], broadcast: bool) -> list[ServerUpdate]:
-        """The bytes to all servers; returns those that have verified everything."""
+    def transfer(
+        self, updates: Sequence[ServerUpdate], broadcast: bool, delta: bool = True
+    ) -> list[ServerUpdate]:
+        """The bytes to all servers, or with ``delta`` their changes where all of them hold the
+        bytes before; returns those that have verified everything."""
         weights = self.weights
+        sent = weights.sent
+        held = sent is not None and sent.sync
+        delta = delta and bool(held) and all(update.kept == held for update in updates)
         wanted = weights.shapes.keys() if weights.only is None else set(weights.only)
-        addresses, *_ = gather_objects([u.server.address for u in updates], self.group)
+        here = [update.server.address for update in updates], self.number, delta
+        (addresses, number, delta), *_ = gather_objects(here, self.group)
         transfer = Transfer(
             addresses,
             weights.version,
@@ -185,20 +202,30 @@ class _Sync:
             bucket_bytes=weights.bucket_bytes,
             device=weights.device,
             broadcast=broadcast and bool(addresses),
+            sent=sent if addresses else None,
+            delta=delta,
         )
+        if sent is not None:
+            sent.sync = ""
         try:
             with agreeing("publish", "addresses", self.group):
                 here = transfer.open(0 if self.group is None else self.group.rank())
             senders = [ways for ways in gather_objects(here, self.group) if ways]
-            self.run(self._fetch(transfer, updates, senders))
+            self.run(self._fetch(transfer, updates, senders, None if sent is None else number))
             reasons = self._send(transfer, updates)
+            if sent is not None and addresses:
+                sent.sync = number
             return self.step(updates, lambda u: u.received(reasons.get(u.server.address)))
         finally:
             self.run(_cancel(updates))
             transfer.close()
 
     async def _fetch(
-        self, transfer: Transfer, updates: Sequence[ServerUpdate], senders: Sequence[list[Way]]
+        self,
+        transfer: Transfer,
+        updates: Sequence[ServerUpdate],
+        senders: Sequence[list[Way]],
+        keep: str | None,
     ) -> None:
         only = self.weights.only
         for number, update in enumerate(updates):
@@ -209,6 +236,7 @@ class _Sync:
                 silence=2.0 * transfer.limit,  # while another server takes bytes
                 only=None if only is None else list(only),
                 broadcast=senders[0][number].route,
+                keep=keep,
             )
             update.fetch(transfer, info)
 
@@ -224,7 +252,8 @@ class _Sync:
             error = caught
         try:
             agree("publish", error, self.weights.version, "weights", self.group)
-            ends = gather_objects((transfer.failed, transfer.sent_bytes), self.group)
+            end = transfer.failed, transfer.sent_bytes, transfer.saved_bytes
+            ends = gather_objects(end, self.group)
         except Exception as caught:
             if caught is error:
                 raise
@@ -234,10 +263,11 @@ class _Sync:
                 raise
             raise RuntimeError("\n  ".join((str(caught), *reasons))) from caught
         failed = dict[str, str]()
-        for rank, (reasons, _) in enumerate(ends):
+        for rank, (reasons, *_) in enumerate(ends):
             for address, reason in reasons.items():
                 failed.setdefault(address, f"{reason}, from rank {rank}" if rank else reason)
-        self.result.bytes += sum(sent for _, sent in ends)
+        self.result.bytes += sum(sent for _, sent, _ in ends)
+        self.result.saved += sum(saved for *_, saved in ends)
         return failed
 
 
@@ -282,6 +312,7 @@ class Publisher:
         self.identity = identity_of(plan)
         self._done = Published()
         self._version: int | None = None
+        self._sent = SentBuckets() if plan.rollout.delta_sync else None
 
     def __call__(
         self,
@@ -305,6 +336,7 @@ class Publisher:
             rollout.bucket_bytes,
             self.device,
             rollout.transport == "broadcast",
+            self._sent,
         )
         for asked in self._done.asked.values():
             asked.cancel()
@@ -344,6 +376,7 @@ class Publisher:
     def _count(self) -> None:
         self.metrics = {f"publish/{step}_seconds": s for step, s in self._done.seconds.items()}
         self.metrics["publish/bytes"] = self._done.bytes
+        self.metrics["publish/saved_bytes"] = self._done.saved
         self.metrics["publish/again"] = self._done.again
 
 

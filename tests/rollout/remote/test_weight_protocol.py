@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pyrl_ext.ops.digest import digest
-from pyrl_ext.parallel.buckets import buckets_of
+from pyrl_ext.parallel.buckets import Bucket, buckets_of
 from pyrl_ext.rollout.remote import weight_protocol as protocol
+from pyrl_ext.rollout.remote.changes import changes_between
 from pyrl_ext.rollout.remote.weight_protocol import TransferError
 
 TENSORS: dict[str, Tensor] = {
@@ -34,8 +36,11 @@ def frames(tensors: dict[str, Tensor] = TENSORS) -> list[bytes]:
     number = 0
     allocate: Callable[[int], Tensor] = lambda size: torch.zeros(size, dtype=torch.uint8)  # noqa: E731
     for bucket, buffer in buckets_of(tensors.items(), 60, allocate):
-        head = protocol.bucket_frame(number, 3, bucket, buffer)
-        found.append(head + buffer[: bucket.bytes].numpy().tobytes())
+        data = buffer[: bucket.bytes]
+        described = protocol.described(bucket)
+        known = protocol.bucket_digest(described, data)
+        head = protocol.bucket_frame(number, 3, described, known, bucket.bytes)
+        found.append(head + data.numpy().tobytes())
         number += 1
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return [*found, protocol.end_frame(number, 3, shapes)]
@@ -76,6 +81,51 @@ def test_IncomingTensors_takes_each_tensor_from_one_sender_alone():
     incoming.take(read := Stream(whole).read, read, [].append)
     with pytest.raises(TransferError, match="a twice, expected each tensor once"):
         incoming.take(read := Stream(whole).read, read, [].append)
+
+
+def changed(base: Tensor, new: Tensor, size: int | None = None, data: bytes | None = None) -> bytes:
+    """The frames of one tensor of which changes are sent."""
+    bucket = Bucket.of([("last", new.dtype, new.shape)])
+    described = protocol.described(bucket)
+    before, after = (t.contiguous().view(-1).view(torch.uint8) for t in (base, new))
+    changes = changes_between(before, after)
+    assert changes is not None
+    data = changes.numpy().tobytes() if data is None else data
+    known, last = (protocol.bucket_digest(described, each) for each in (after, before))
+    size = len(data) if size is None else size
+    frame = protocol.bucket_frame(0, 3, described, known, size, last)
+    return frame + data + protocol.end_frame(1, 3, {"last": tuple(new.shape)})
+
+
+def receive_changes(data: bytes, held: Tensor | None) -> Tensor:
+    bucket = Bucket.of([("last", torch.float16, (2, 20))])
+    buckets = dict[str, Tensor]()
+    if held is not None:
+        memory = held.clone().view(-1).view(torch.uint8)
+        buckets[protocol.bucket_digest(protocol.described(bucket), memory)] = memory
+    incoming = protocol.IncomingTensors({"last": (2, 20)}, 3, buckets)
+    incoming.take(read := Stream(data).read, read, [].append)
+    assert not buckets and len(incoming.buckets) == 1  # the one before became the new one
+    return incoming.complete()["last"]
+
+
+def test_receive_changes_the_bucket_that_it_holds():
+    old = TENSORS["last"]
+    new = old.clone()
+    new[1, 3] = 9.0
+    new[0, 0] = -1.0
+    good = changed(old, new)
+    assert torch.equal(receive_changes(good, old), new)
+    for held in (None, new, old + 1):
+        with pytest.raises(TransferError, match="the engine does not hold the bucket before"):
+            receive_changes(good, held)
+    for size in (0, 2, 80, 2**63):
+        with pytest.raises(TransferError, match=r"bytes of changes, expected a multiple of 4"):
+            receive_changes(changed(old, new, size), old)
+    for distances in ([1, 23, 15], [1, 23, 17]):  # another value; the last word is outside
+        wrong = np.array([*distances, 1, 2, 3], dtype=np.uint16).tobytes()
+        with pytest.raises(TransferError, match="with another digest"):
+            receive_changes(changed(old, new, data=wrong), old)
 
 
 @st.composite

@@ -18,7 +18,8 @@ from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.canary import prove
-from pyrl_ext.rollout.remote.client import ServerFailed
+from pyrl_ext.rollout.remote.changes import SentBuckets
+from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.embedded import EmbeddedServer
 from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import (
@@ -27,7 +28,7 @@ from pyrl_ext.rollout.remote.identity import (
     make_identity,
 )
 from pyrl_ext.rollout.remote.protocol import RPC, Partial, Request
-from pyrl_ext.rollout.remote.weight_sync import release
+from pyrl_ext.rollout.remote.weight_sync import Published, release
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE, until
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
@@ -284,6 +285,64 @@ def test_publish_by_broadcast_sends_every_byte_once():
         assert done.seen.keys() == {first.address, last.address}
         assert digests(three.engine(0)) == digests(three.engine(2)) != expected
         assert digests(three.engine(1)) == expected and three.paused(1)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_publish_of_changes_gives_every_server_the_same_weights(broadcast: bool):
+    """All bytes are sent first, when a server joins, after a failure, and to one that missed what
+    the others got."""
+    how = {"sent": SentBuckets(), "broadcast": broadcast, "canary": None}
+    whole = sum(w.nbytes for w in FIRST.values())
+    to = 1 if broadcast else 2
+    current = {name: weight.clone() for name, weight in FIRST.items()}
+    with bench(EmbeddedServer, EmbeddedServer) as both:
+        good, other = both.servers
+
+        def publish(version: int, servers: Sequence[Server] | None = None) -> Published:
+            for weight in current.values():
+                weight.view(-1)[version::200] += version  # a half percent
+            done = both.publish(current, version, servers, **how)
+            expected = HFEngine(GLM)
+            expected.load_weights(current.items(), version)
+            for number, server in enumerate(both.servers):
+                if server.address not in done.failed and server in (servers or both.servers):
+                    assert digests(both.engine(number)) == digests(expected)
+            return done
+
+        assert (done := publish(1)).failed == {} and done.saved == 0 and done.bytes > to * whole
+        for version in (2, 3):
+            done = publish(version)
+            assert done.failed == {} and done.bytes < 0.2 * to * whole
+            assert done.bytes + done.saved > to * whole
+        assert publish(4, [good]).bytes < 0.2 * whole
+        done = publish(5)  # the other has the bytes of version 3
+        assert done.failed == {} and done.saved == 0 and done.bytes > to * whole
+        assert publish(6).saved > 0
+
+        staged = both.clients[1].server.staged
+        staged.wanted.pop("lm_head.weight")
+        done = publish(7)
+        assert done.failed.keys() == {other.address}
+        assert both.engine(1).version == 6 and both.engine(0).version == 7
+        staged.wanted["lm_head.weight"] = (128, 64)
+        done = publish(8)
+        assert done.failed == {} and done.saved == 0
+        assert publish(9).saved > 0
+
+        held = next(iter(both.clients[0].server.staged._buckets.values()))
+        held[100] ^= 1  # memory that changed by itself
+        done = publish(10)
+        if broadcast:  # which sends everything at once to whoever misses something
+            assert done.failed == {} and done.again == 2
+        else:
+            assert "with another digest" in done.failed[good.address]
+            assert both.engine(0).version == 9
+        assert (done := publish(11)).failed == {} and (done.saved > 0) == broadcast
+        with pytest.raises(RuntimeError, match="were not sent"):
+            both.publish({n: w for n, w in current.items() if n != "lm_head.weight"}, 12, **how)
+        assert (done := publish(12)).failed == {} and done.saved == 0
+        assert both.publish(current, 13, **how | {"sent": None}).failed == {}
+        assert not any(client.server.staged._buckets for client in both.clients)
 
 
 def test_publish_of_a_part_replaces_the_version_before_alone():

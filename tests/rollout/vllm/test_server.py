@@ -32,6 +32,7 @@ from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.auth import TABLE, Keys
 from pyrl_ext.rollout.remote.canary import canary_of
+from pyrl_ext.rollout.remote.changes import SentBuckets
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import identity_of, shapes_of
@@ -47,7 +48,10 @@ from tests.helpers.vllm_pair import drafting_weights, with_drafts
 
 pytestmark = pytest.mark.vllm
 
-MODELS = {1: random_model(GLM, std=0.1), 2: random_model(GLM, seed=1, std=0.1)}
+MODELS = {n: random_model(GLM, seed, std=0.1) for n, seed in {1: 0, 2: 1, 3: 1}.items()}
+with torch.no_grad():
+    for weight in MODELS[3].parameters():  # a step after the second
+        weight.view(-1)[::100] *= 1.5
 LAYERS = (1, 2, 3)
 
 
@@ -88,9 +92,15 @@ class Served:
         return self.publish_tensors(checkpoint(MODELS[version]), version, broadcast, **more)
 
     def publish_tensors(
-        self, tensors: dict[str, Tensor], version: int, broadcast: bool = False, **more: Any
+        self,
+        tensors: dict[str, Tensor],
+        version: int,
+        broadcast: bool = False,
+        sent: SentBuckets | None = None,
+        **more: Any,
     ) -> Published:
-        weights = Weights(tensors.items(), version, shapes_of(self.plan), broadcast=broadcast)
+        shapes = shapes_of(self.plan)
+        weights = Weights(tensors.items(), version, shapes, broadcast=broadcast, sent=sent)
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
         done.failed |= done.wait()
@@ -143,9 +153,11 @@ def check(answer: Answer, request: Request, version: int) -> None:
 
 
 def test_generate_equals_transformers_after_each_publish(served: Served):
-    for version, broadcast in ((1, False), (2, True)):
-        done = served.publish(version, broadcast)
+    sent = SentBuckets()
+    for version, broadcast in ((1, False), (2, True), (3, False)):
+        done = served.publish(version, broadcast, sent=sent)
         assert done.seen.keys() == {served.address} and done.again == 0
+        assert (done.saved > 10 * done.bytes) == (version == 3)
         for size, begin in ((1, 0), (7, 3), (33, 0)):
             context = tuple(range(3, 3 + size))
             request = Request(f"r{size}", context, 4, routes_from=begin, salt=str(version))
