@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import aiohttp
 
 from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.cuts import AGAIN_S, is_cut
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 
 BUSY = 10  # request_timeout is so much longer for a server that generates for other requests
@@ -50,6 +52,8 @@ class _Flight:
 class Server:
     """One engine's server. All methods are for the thread of the event loop.
 
+    While the network is cut, calls are made again until their time is over.
+
     Args:
         address: http://host:port
         keys: that it asks for
@@ -66,6 +70,7 @@ class Server:
     silence: float = 120.0
     failure: ServerFailed | None = None
     paused: bool = False
+    _cut: str = field(default="", repr=False)
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
     _watch: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -144,7 +149,7 @@ class Server:
     async def _generate(self, request: Request, flight: _Flight) -> Answer:
         part = flight.part
         loop = asyncio.get_running_loop()
-        async with self._call("POST", protocol.GENERATE, request.to_json()) as reply:
+        async with self._reply("POST", protocol.GENERATE, request.to_json()) as reply:
             if reply.status != 200:
                 text = f"{reply.url}: {reply.status} {(await reply.text(errors='replace'))[:SHOWN]}"
                 if reply.status in WRONG:
@@ -160,9 +165,25 @@ class Server:
                         flight.heard = loop.time()
         raise protocol.ProtocolError("the stream ended, expected [DONE] before")
 
-    def _call(
+    @asynccontextmanager
+    async def _reply(
         self, method: str, path: str, body: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """The reply to a call, which is made again while the network is cut."""
+        while True:
+            try:
+                reply = await self._call(method, path, body)
+                self._cut = ""
+                break
+            except GONE as error:
+                if not is_cut(error):
+                    raise
+                self._cut = _why(error)
+            await asyncio.sleep(AGAIN_S)
+        async with reply:
+            yield reply
+
+    def _call(self, method: str, path: str, body: Any) -> Awaitable[aiohttp.ClientResponse]:
         if self._session is None:
             # servers close connections without a request, or after an error, and do not say so
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -181,10 +202,10 @@ class Server:
         """The body of an answer. Raises: ServerFailed for another status than 200."""
         where = f"{self.address}{path}"
         try:
-            async with asyncio.timeout(timeout), self._call(method, path, body) as reply:
+            async with asyncio.timeout(timeout), self._reply(method, path, body) as reply:
                 text = await reply.read()
         except TimeoutError:
-            raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
+            raise ServerFailed(f"{where}: no answer within {timeout:g} s{self._cut}") from None
         except GONE as error:
             raise ServerFailed(f"{where}: the connection ended{_why(error)}") from error
         if reply.status != 200:
@@ -221,7 +242,7 @@ class Server:
             for flight in silent:
                 if last - flight.heard > limit and flight in self._flights and not self.paused:
                     count = len(flight.part.token_ids)
-                    reason = f"no token for {limit:g} s, after {count} of a request"
+                    reason = f"no token for {limit:g} s, after {count} of a request{self._cut}"
                     self.fail(f"{self.address}{protocol.GENERATE}: {reason}", keeps=True)
                     break
 

@@ -11,9 +11,10 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 from weakref import WeakSet
 
 import torch
@@ -36,6 +37,7 @@ from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 
 RETRY_S = 5  # after which a client without a place may try again
 HEAD_S = 30.0  # a connection that asks for nothing in this time is closed
+MAX_RECENT = 4096  # connections of a peer, after which the oldest is closed if it was silent
 BACKLOG = 1024  # connections that wait to be accepted
 FLUSH_S = 0.1  # longest time that a token stays here before it is sent
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -60,6 +62,7 @@ class EmbeddedServer:
         self._updates = asyncio.Lock()
         self._keys = auth.Keys()
         self._asking = WeakSet[asyncio.BaseTransport]()
+        self._recent: dict[str, deque[asyncio.BaseTransport]] = {}
 
     def application(self, keys: auth.Keys) -> web.Application:
         """The server, which asks for keys."""
@@ -102,7 +105,8 @@ class EmbeddedServer:
         def connected() -> asyncio.Protocol:
             assert runner.server is not None  # `setup`
             connection = runner.server()
-            loop.call_later(HEAD_S, self._close_silent, connection)
+            # asyncio gives it its transport in the next round
+            loop.call_soon(loop.call_soon, self._opened, connection)
             return connection
 
         server = await loop.create_server(connected, sock=listening, backlog=BACKLOG)
@@ -112,10 +116,28 @@ class EmbeddedServer:
             server.close()
             await runner.cleanup()
 
-    def _close_silent(self, connection: RequestHandler) -> None:
+    def _opened(self, connection: RequestHandler) -> None:
         transport = connection.transport
-        if transport is not None and transport not in self._asking:
-            transport.abort()
+        if transport is None:
+            return
+        peer: str = transport.get_extra_info("peername")[0]
+        recent = self._recent.setdefault(peer, deque())
+        recent.append(transport)
+        if len(recent) > MAX_RECENT:
+            self._close_silent(recent.popleft())
+        asyncio.get_running_loop().call_later(HEAD_S, self._in_time, peer, transport)
+
+    def _in_time(self, peer: str, transport: asyncio.BaseTransport) -> None:
+        recent = self._recent.get(peer)
+        if recent and recent[0] is transport:  # else it was closed before
+            recent.popleft()
+            if not recent:
+                del self._recent[peer]
+            self._close_silent(transport)
+
+    def _close_silent(self, transport: asyncio.BaseTransport) -> None:
+        if transport not in self._asking:
+            cast(asyncio.Transport, transport).abort()
 
     # requests -------------------------------------------------------------------------------------
 

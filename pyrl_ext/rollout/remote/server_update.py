@@ -61,7 +61,7 @@ class ServerUpdate:
         self._waits("")
         self.server.failure = None  # also of one that failed earlier, and is there again
         # senders look again: here a server that cannot be reached fails alone
-        await asyncio.to_thread(address_towards, self.server.address)
+        await asyncio.to_thread(address_towards, self.server.address, self.timeout)
         await self._identify(identity)
         await self._claim(run)
         await self.pause(pause)

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from torch import Tensor
 
 from pyrl_ext.rollout.remote.broadcast import Broadcast, gone
+from pyrl_ext.rollout.remote.cuts import reached
 from pyrl_ext.rollout.remote.weight_protocol import (
     CONNECT_TIMEOUT_S,
     HELLO,
@@ -133,7 +134,7 @@ def _receive(
     def take(sender: SenderAddress) -> None:
         names = ["the first tensor"]
         try:
-            with _connected(sender) as connection:
+            with _connected(sender, info.silence) as connection:
                 connections.append(connection)
                 require(not failed, "another sender that failed", "all of them")
                 _take(connection, sender, info, incoming, device, names)
@@ -177,11 +178,17 @@ def _take(
             member.leave()
 
 
-def _connected(sender: SenderAddress) -> socket.socket:
+def _connected(sender: SenderAddress, patience: float) -> socket.socket:
     """A connection to a sender. If the sender's host is lost, it ends after a minute: the next
-    trainer waits for that."""
+    trainer waits for that.
+
+    Args:
+        patience: longest time without a way to the sender [seconds]
+    """
     place = sender.host, sender.port
-    connection = socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
+    connection = reached(
+        lambda: socket.create_connection(place, timeout=CONNECT_TIMEOUT_S), patience
+    )
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():

@@ -25,7 +25,7 @@ from pyrl_ext.rollout.remote import embedded, embedded_worker
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.embedded_worker import MAX_BATCHES, TooBusy, Worker
 from pyrl_ext.rollout.remote.identity import difference, make_identity
-from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
+from pyrl_ext.rollout.remote.protocol import GENERATE, HEALTH, Answer, Request
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
@@ -366,6 +366,38 @@ async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.
         gate.open()
         assert (await asked).finish_reason
         for _, writer in (silent, half):
+            writer.close()
+
+
+async def test_the_oldest_silent_connections_of_a_peer_with_many_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Another peer's stays, and so does the one of a request."""
+    monkeypatch.setattr(embedded, "MAX_RECENT", 4)
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    async with served(engine) as client:
+        place = urlsplit(client.url)
+        asked = asyncio.create_task(client.generate(request_of(Prompt(0, (3, 4, 5)), 0)))
+        await asyncio.to_thread(gate.waits.wait, DEADLINE)
+        other = await asyncio.open_connection(
+            place.hostname, place.port, local_addr=("127.0.0.2", 0)
+        )
+        many = [await asyncio.open_connection(place.hostname, place.port) for _ in range(9)]
+        async with asyncio.timeout(DEADLINE):
+            for reader, _ in many[:5]:
+                with suppress(ConnectionResetError):
+                    assert not await reader.read()
+        assert (await client.get(HEALTH))[0] == 200
+        await asyncio.sleep(0)
+        for reader, writer in (other, *many[6:]):  # the last call closed the sixth
+            assert not reader.at_eof()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert not asked.done()
+        gate.open()
+        assert (await asked).finish_reason
+        for _, writer in (other, *many):
             writer.close()
 
 
