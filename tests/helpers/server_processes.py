@@ -45,7 +45,9 @@ class _SignalsItself(Worker):
 
     def _step(self, batch: SamplingBatch) -> None:
         for job in batch.jobs.values():
-            is_due = int(job.request.salt) >= self.sends.version and len(job.token_ids) >= 6
+            is_due = (
+                int(job.request.salt.split()[-1]) >= self.sends.version and len(job.token_ids) >= 6
+            )
             if is_due and not job.request.request_id.startswith("canary"):
                 time.sleep(5 * embedded.FLUSH_S)  # the client has some of them
                 os.kill(os.getpid(), self.sends.number)

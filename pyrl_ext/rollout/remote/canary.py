@@ -20,6 +20,7 @@ import torch
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.holder import Run, salt_of
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
@@ -47,6 +48,7 @@ class Canary:
         limit: largest difference of log-probs between two answers of a server [nat]
         trainer_limit: between a server and the trainer, the mean over tokens [nat]
         route_limit: largest share of a layer's experts that may differ
+        run: `Run.id` of the trainer
     """
 
     tokens: tuple[int, ...]
@@ -56,6 +58,7 @@ class Canary:
     limit: float
     trainer_limit: float
     route_limit: float
+    run: str = ""
 
     @classmethod
     def of(
@@ -91,7 +94,7 @@ class Canary:
             self.tokens,
             NEW,
             random_stream=(0, STREAM_ID, 0),
-            salt=str(version),
+            salt=salt_of(self.run, version),
             temperature=self.temperature,
             top=TOP,
         )
@@ -241,7 +244,7 @@ def canary_of(plan: Plan) -> Canary | None:
     """The canary of this plan; None: its model takes images, and the canary has none."""
     if plan.modules:
         return None
-    return Canary.of(
+    canary = Canary.of(
         ServedModel.of(plan),
         int(plan.hf.get("max_position_embeddings") or 2**20),
         plan.rollout.engine == "vllm",
@@ -249,3 +252,4 @@ def canary_of(plan: Plan) -> Canary | None:
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
         plan.draft_layers > 0,
     )
+    return replace(canary, run=Run.of(plan.run).id)

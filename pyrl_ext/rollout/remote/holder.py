@@ -30,6 +30,16 @@ class Run(NamedTuple):
         return cls(digest[:16], f"{socket.gethostname()}:{path}")
 
 
+def salt_of(run: str, version: int) -> str:
+    """The salt of requests to the weights of one version of one run: what a server cached for other
+    weights is not used for them.
+
+    Args:
+        run: `Run.id`
+    """
+    return f"{run} {version}"
+
+
 @dataclass
 class Holder:
     """The run that published to a server last, until it ends."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pyrl_ext.parallel.ports import Absence, absence_at
 from pyrl_ext.parallel.waiting import NotYet
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.holder import salt_of
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, ProtocolError, Request
 
@@ -69,6 +70,7 @@ class Router:
         least: the run stops when fewer servers are used
         check: raises ProtocolError for an answer that cannot be right
         name: of this rank, for messages
+        run: `Run.id` of the trainer
 
     Attributes:
         version: of the weights that servers have; requests wait until there are any
@@ -77,13 +79,20 @@ class Router:
     """
 
     def __init__(
-        self, servers: Sequence[Server], limit: int, least: int, check: Check, name: str = ""
+        self,
+        servers: Sequence[Server],
+        limit: int,
+        least: int,
+        check: Check,
+        name: str = "",
+        run: str = "",
     ):
         self.states = [ServerState(server) for server in servers]
         self.limit = limit
         self.least = least
         self.check = check
         self.name = name
+        self.run = run
         self.version: int | None = None
         self.newest: int | None = None
         self.traffic = Traffic()
@@ -112,7 +121,7 @@ class Router:
             began = loop.time()
             self.traffic.queue_seconds += began - asked_at
             version = self.version or 0
-            asked = parts.rest(str(version))
+            asked = parts.rest(salt_of(self.run, version))
             part = Partial(asked)
             try:
                 await self._answer(state.server, asked, part, parts, version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.remote.canary import LONG, Canary, canary_of
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.holder import Run, salt_of
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Request, decode_routes, encode_routes
 from tests.helpers.configs import CONFIGS
@@ -76,6 +78,23 @@ def test_canary_of_engines_that_draft_needs_a_block_less():
     plain, drafting = (canary_of(compile_plan(CONFIGS / "glm47.yaml", more)) for more in ((), mtp))
     assert plain is not None and drafting is not None
     assert plain.cached - drafting.cached == 128 and drafting.cached == 128
+
+
+async def test_canary_has_the_salt_of_its_runs_requests():
+    plans = [compile_plan(CONFIGS / "tiny.yaml", [f"run=runs/{name}"]) for name in "ab"]
+    salts: list[str] = []
+    for plan in plans:
+        canary = canary_of(plan)
+        assert canary is not None
+        with HttpEngine() as engine:
+            server = Server(engine.address)
+            engine.version = 7
+            await replace(CANARY, run=canary.run, cached=0).ask(server, 7)
+            await server.close()
+        run = Run.of(plan.run).id
+        assert engine.asked[0].salt == salt_of(run, 7)
+        salts.append(engine.asked[0].salt)
+    assert salts[0] != salts[1]
 
 
 @pytest.mark.parametrize(

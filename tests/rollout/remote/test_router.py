@@ -41,7 +41,7 @@ async def route(
 ) -> AsyncIterator[Router]:
     """A router over the servers, which have weights of version 1."""
     servers = [Server(each.address, silence=silence) for each in engines]
-    router = Router(servers, limit, least, check, "test")
+    router = Router(servers, limit, least, check, "rank 0", "test")
     try:
         await ready(router)
         release(router, engines, 1)
@@ -227,7 +227,7 @@ async def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[
     for parts in found:
         assert [version for _, _, version in parts.versions] == [1, 2]
     salts = {(r.salt, len(r.token_ids) > 3) for each in engines for r in each.asked}
-    assert salts == {("1", False), ("2", True), ("2", False)}
+    assert salts == {("test 1", False), ("test 2", True), ("test 2", False)}
 
 
 async def test_router_drops_tokens_of_unknown_weights(engines: list[HttpEngine]):
