@@ -215,7 +215,8 @@ async def _ask_model(server: Server, plan: Plan) -> str:
 @asynccontextmanager
 async def _opened(plan: Plan, keys: Keys) -> AsyncGenerator[list[Server]]:
     """Clients of the servers, closed in the end."""
-    servers = [Server(address, keys) for address in plan.teacher.servers]
+    # each is asked in every step, and another one takes the samples of one that is not reached
+    servers = [Server(address, keys, patience=0.0) for address in plan.teacher.servers]
     try:
         yield servers
     finally:

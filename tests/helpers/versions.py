@@ -20,6 +20,7 @@ class Versions:
         self.wrong: dict[str, str] = {}
         self.metrics: dict[str, float] = {}
         self.shapes = ("a",)
+        self.folder = "a run"
         self.run = Run("1", "a run")
 
     def __call__(

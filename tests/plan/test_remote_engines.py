@@ -107,6 +107,8 @@ def test_stage_memory_counts_the_copy_that_changes_are_found_in():
         plan = compile_plan(GLM47, keys)
         items = {item.name: item for item in stage_memory(plan)[0].items}
         copy = items["weights sent before"]
-        assert copy.host and copy.bytes == 2 * parameters(plan.sizes).total // senders
+        weights = 2 * parameters(plan.sizes).total // senders
+        two_buckets = copy.bytes - weights  # a layer's experts may be more than bucket_bytes
+        assert copy.host and 2 * 2**30 <= two_buckets < 3 * 2**30 == 3 * plan.rollout.bucket_bytes
         before = stage_memory(compile_plan(GLM47, keys[:-1]))[0].items
         assert "weights sent before" not in {item.name for item in before}

@@ -286,7 +286,9 @@ def _publish(plan: Plan) -> Iterator[Item]:
     why = f"copy of what each of {rollout.senders} senders sends: rollout."
     if rollout.delta_sync:
         name = "weights sent before"
-        yield Item(name, copied, MEMORY_PHASES, f"{why}delta_sync", exact=False, host=True)
+        held = copied + 2 * sent
+        note = f"{why}delta_sync; and changes of two buckets"
+        yield Item(name, held, MEMORY_PHASES, note, exact=False, host=True)
     if rollout.syncs_weights_in_background:
         phases = ("publish", *MEMORY_PHASES[1:3])
         name = "published weights"

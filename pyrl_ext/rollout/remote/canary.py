@@ -20,7 +20,7 @@ import torch
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.holder import Run, salt_of
+from pyrl_ext.rollout.remote.holder import salt_of
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
@@ -48,7 +48,7 @@ class Canary:
         limit: largest difference of log-probs between two answers of a server [nat]
         trainer_limit: between a server and the trainer, the mean over tokens [nat]
         route_limit: largest share of a layer's experts that may differ
-        run: `Run.id` of the trainer
+        run: folder of the run
     """
 
     tokens: tuple[int, ...]
@@ -252,4 +252,4 @@ def canary_of(plan: Plan) -> Canary | None:
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
         plan.draft_layers > 0,
     )
-    return replace(canary, run=Run.of(plan.run).id)
+    return replace(canary, run=plan.run)

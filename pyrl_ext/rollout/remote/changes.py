@@ -82,13 +82,16 @@ def apply_changes(data: Tensor, changes: Tensor) -> bool:
         data: [n] uint8 on the CPU, n even
         changes: as `changes_between` returns them, [m] uint8, m divisible by 4
 
-    Returns: False if they lie outside ``data``, which is partly changed then.
+    Returns: False if they lie outside ``data`` or are out of order; it is partly changed then.
     """
     words = _words(data)
     distances, values = _words(changes).reshape(2, -1)
     last = -1
     for start in range(0, len(values), APPLIED):
-        places = np.cumsum(distances[start : start + APPLIED], dtype=np.int64) + last
+        part = distances[start : start + APPLIED]
+        if not part.all():
+            return False
+        places = np.cumsum(part, dtype=np.int64) + last
         last = int(places[-1])
         if last >= len(words):
             return False

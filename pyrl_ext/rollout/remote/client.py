@@ -13,7 +13,7 @@ import aiohttp
 
 from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.auth import Keys
-from pyrl_ext.rollout.remote.cuts import AGAIN_S, is_cut
+from pyrl_ext.rollout.remote.cuts import CUT_S, is_cut, reached_soon
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 
 BUSY = 10  # request_timeout is so much longer for a server that generates for other requests
@@ -35,6 +35,10 @@ class ServerFailed(RuntimeError):
         self.keeps = keeps
 
 
+class NotReached(ServerFailed):
+    """A server whose host could not be reached; it got nothing of the call."""
+
+
 class Refused(RuntimeError):
     """A request that no server would take."""
 
@@ -52,11 +56,10 @@ class _Flight:
 class Server:
     """One engine's server. All methods are for the thread of the event loop.
 
-    While the network is cut, calls are made again until their time is over.
-
     Args:
         address: http://host:port
         keys: that it asks for
+        patience: longest time in which a call is made again, since the network is cut [s]
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
 
@@ -67,10 +70,10 @@ class Server:
 
     address: str
     keys: Keys = field(default_factory=Keys)
+    patience: float = CUT_S
     silence: float = 120.0
     failure: ServerFailed | None = None
     paused: bool = False
-    _cut: str = field(default="", repr=False)
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
     _watch: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -170,17 +173,9 @@ class Server:
         self, method: str, path: str, body: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The reply to a call, which is made again while the network is cut."""
-        while True:
-            try:
-                reply = await self._call(method, path, body)
-                self._cut = ""
-                break
-            except GONE as error:
-                if not is_cut(error):
-                    raise
-                self._cut = _why(error)
-            await asyncio.sleep(AGAIN_S)
-        async with reply:
+        async with await reached_soon(
+            lambda: self._call(method, path, body), self.patience
+        ) as reply:
             yield reply
 
     def _call(self, method: str, path: str, body: Any) -> Awaitable[aiohttp.ClientResponse]:
@@ -204,10 +199,12 @@ class Server:
         try:
             async with asyncio.timeout(timeout), self._reply(method, path, body) as reply:
                 text = await reply.read()
+        except aiohttp.ClientError as error:  # one of them is a TimeoutError too
+            raise _gone(where, error) from error
         except TimeoutError:
-            raise ServerFailed(f"{where}: no answer within {timeout:g} s{self._cut}") from None
-        except GONE as error:
-            raise ServerFailed(f"{where}: the connection ended{_why(error)}") from error
+            raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
+        except OSError as error:
+            raise _gone(where, error) from error
         if reply.status != 200:
             shown = text.decode(errors="replace")[:SHOWN]
             raise ServerFailed(f"{where}: {reply.status} {shown}, expected 200")
@@ -242,9 +239,14 @@ class Server:
             for flight in silent:
                 if last - flight.heard > limit and flight in self._flights and not self.paused:
                     count = len(flight.part.token_ids)
-                    reason = f"no token for {limit:g} s, after {count} of a request{self._cut}"
+                    reason = f"no token for {limit:g} s, after {count} of a request"
                     self.fail(f"{self.address}{protocol.GENERATE}: {reason}", keeps=True)
                     break
+
+
+def _gone(where: str, error: Exception) -> ServerFailed:
+    text = f"{where}: the connection ended{_why(error)}"
+    return NotReached(text) if is_cut(error) else ServerFailed(text)
 
 
 def _why(error: Exception) -> str:

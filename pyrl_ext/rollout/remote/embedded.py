@@ -240,7 +240,10 @@ class EmbeddedServer:
         body = protocol.parse(_CALL, http.path, await http.read())
         if isinstance(body, _Held):
             call = self.holder.claim if body.method == "claim" else self.holder.release
-            return web.json_response({"results": [call(Run(*body.args))]})
+            answer = call(Run(*body.args))
+            if self.holder.run is None:
+                self.staged.forget_kept()
+            return web.json_response({"results": [answer]})
         if body.method == "identity":
             return web.json_response({"results": [self.identity]})
         if body.method == "kept":

@@ -82,7 +82,7 @@ class ServersEngine(Engine):
         limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
         allow_open_files(limit * len(servers))
         name = f"rank {self.rank}"
-        self.router = Router(servers, limit, min_servers, model.check, name, publish.run.id)
+        self.router = Router(servers, limit, min_servers, model.check, name, publish.folder)
         self.sync = WeightSync(
             self.router, publish, self._counts, patience, group, keep, thread_group, advice
         )

@@ -35,9 +35,9 @@ def salt_of(run: str, version: int) -> str:
     weights is not used for them.
 
     Args:
-        run: `Run.id`
+        run: folder of the run; its path is what all ranks know of it
     """
-    return f"{run} {version}"
+    return f"{hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:16]} {version}"
 
 
 @dataclass

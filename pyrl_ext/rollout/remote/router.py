@@ -70,7 +70,7 @@ class Router:
         least: the run stops when fewer servers are used
         check: raises ProtocolError for an answer that cannot be right
         name: of this rank, for messages
-        run: `Run.id` of the trainer
+        run: folder of the run
 
     Attributes:
         version: of the weights that servers have; requests wait until there are any

@@ -13,12 +13,13 @@ from typing import Any, Literal
 from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.rollout.remote import protocol
 from pyrl_ext.rollout.remote.canary import Canary
-from pyrl_ext.rollout.remote.client import Refused, Server, ServerFailed
+from pyrl_ext.rollout.remote.client import NotReached, Refused, Server, ServerFailed
+from pyrl_ext.rollout.remote.cuts import reached_soon
 from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import Identity, difference
 from pyrl_ext.rollout.remote.protocol import Answer
 from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
-from pyrl_ext.rollout.remote.weight_sender import Transfer, address_towards
+from pyrl_ext.rollout.remote.weight_sender import Transfer, way_to
 
 ANSWER_TIMEOUT_S = 2.0  # for a server to name the reason why it left a transfer
 SHOWN = 8  # servers that a line names
@@ -61,7 +62,11 @@ class ServerUpdate:
         self._waits("")
         self.server.failure = None  # also of one that failed earlier, and is there again
         # senders look again: here a server that cannot be reached fails alone
-        await asyncio.to_thread(address_towards, self.server.address, self.timeout)
+        patience = min(self.timeout, self.server.patience)
+        try:
+            await reached_soon(lambda: asyncio.to_thread(way_to, address), patience)
+        except OSError as error:
+            raise ServerFailed(f"{address}: no way there ({error}), expected one") from error
         await self._identify(identity)
         await self._claim(run)
         await self.pause(pause)
@@ -89,6 +94,8 @@ class ServerUpdate:
     async def _start(self) -> None:
         try:
             await self._call("start", protocol.START)
+        except NotReached:
+            raise
         except ServerFailed:  # of a trainer that died: vLLM takes no second start
             with suppress(ServerFailed):
                 await self._call("start", protocol.UPDATE, {"update_info": {"drop": True}})

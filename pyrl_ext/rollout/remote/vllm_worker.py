@@ -33,7 +33,10 @@ class ServedWorker:
 
     def release(self, number: str, name: str) -> str:
         """See `Holder.release`."""
-        return self._held.release(Run(number, name))
+        answer = self._held.release(Run(number, name))
+        if self._held.run is None:
+            self.weight_transfer_engine.staged.forget_kept()
+        return answer
 
     def identity(self) -> dict[str, str]:
         """The digests that a trainer compares before it publishes to this server."""

@@ -5,8 +5,9 @@ Then frames come: buckets of tensors, and an end. A frame is a head of fixed siz
 JSON, and the bytes of its tensors, or of what changed in them since the weight sync before. These
 bytes come over the same connection or by a broadcast. Nothing is pickled. The engine compares a
 description with the tensors that it holds before it allocates memory, so a sender cannot make it
-allocate more than those take in float32. Bytes are neither encrypted nor signed: the digest of each
-bucket and its description finds faults, not forgery, so the network has to be private.
+allocate more than those take in float32, next to the bytes that it kept. Bytes are neither
+encrypted nor signed: the digest of each bucket and its description finds faults, not forgery, so
+the network has to be private.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pyrl_ext.parallel.buckets import Bucket
 from pyrl_ext.rollout.remote.changes import CHANGE_BYTES, apply_changes
 from pyrl_ext.rollout.remote.protocol import first_fault
 
+NO_BASE = "they do not fit what the engine holds"  # in the reason of engines that need all bytes
 MAGIC = b"pyrl weights 6\r\n"
 KEY_BYTES = 32
 HELLO = struct.Struct(f"<{len(MAGIC)}sI{KEY_BYTES}s")  # magic, number of the engine, key
@@ -115,6 +117,7 @@ class UpdateInfo(Message):
         silence: longest time without a byte of a sender [seconds]
         only: names of the tensors that come, the others stay; None: all
         broadcast: the way of the bytes of tensors; None: over the connection to each sender
+        base: number of the sync before, of whose bytes changes may come; None: all bytes come
         keep: number under which the engine keeps all bytes, from which the next sync may send
             changes; None: it keeps none
     """
@@ -125,6 +128,7 @@ class UpdateInfo(Message):
     silence: Seconds
     only: list[str] | None = None
     broadcast: BroadcastRoute | None = None
+    base: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     keep: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
 
@@ -293,9 +297,8 @@ class IncomingTensors:
             good = True
         else:
             buffer = self._held.pop(frame.base, None)
-            names = f"changes of a bucket that begins with {tensors[0].name}"
             held = buffer is not None and len(buffer) == bucket.bytes
-            require(held, names, "all its bytes; the engine does not hold the bucket before")
+            require(held, f"changes from {tensors[0].name} on, but {NO_BASE}", "all bytes")
             assert buffer is not None
             fits = 0 < size < bucket.bytes and size % CHANGE_BYTES == 0
             rule = f"a multiple of {CHANGE_BYTES} below {bucket.bytes}"
@@ -303,6 +306,7 @@ class IncomingTensors:
             good = apply_changes(buffer, _data(read, note, bucket, size))
         names = f"the {len(tensors)} tensors from {tensors[0].name} to {tensors[-1].name}"
         good = good and frame.digest == bucket_digest(tensors, buffer)
+        require(good or frame.base is None, f"{names} with changes, but {NO_BASE}", "all bytes")
         require(good, f"{names} with another digest", "the one with which they left the trainer")
         self.buckets[frame.digest] = buffer
         return {slot.name: slot.view(buffer) for slot in bucket.slots}

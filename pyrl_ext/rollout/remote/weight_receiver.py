@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -15,11 +15,12 @@ from pydantic_core import to_json
 from torch import Tensor
 
 from pyrl_ext.rollout.remote.broadcast import Broadcast, gone
-from pyrl_ext.rollout.remote.cuts import reached
+from pyrl_ext.rollout.remote.cuts import CUT_S, reached
 from pyrl_ext.rollout.remote.weight_protocol import (
     CONNECT_TIMEOUT_S,
     HELLO,
     MAGIC,
+    NO_BASE,
     IncomingTensors,
     SenderAddress,
     TransferError,
@@ -27,6 +28,9 @@ from pyrl_ext.rollout.remote.weight_protocol import (
     require,
 )
 
+NO_CONNECTION = "weights: no connection to a sender"
+# The silence that senders name, over the shortest time in which they expect a connection.
+WAITS = 8
 # TCP keepalive, which detects a lost host: idle [s], interval [s], probes
 KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
@@ -64,6 +68,14 @@ class StagedUpdate:
         """Forget what came, and what an update that still runs will bring."""
         self._forget()
 
+    def forget_kept(self) -> tuple[str, dict[str, Tensor]]:
+        """Free what is kept for the next sync; returns `kept` and the buckets by their digests."""
+        with self._lock:
+            held = self.kept, self._buckets
+            self.kept = ""
+            self._buckets = {}
+            return held
+
     def _forget(self, starts: bool = False) -> int:
         """Returns the number of what comes next."""
         with self._lock:
@@ -85,10 +97,10 @@ class StagedUpdate:
         number = self._forget()
         require(started, "an update that was not started", "/start_weight_update first")
         info = UpdateInfo.parse(to_json(fields))
-        with self._lock:  # they are changed in place: after a failure all bytes have to come again
-            held = self._buckets
-            self._buckets = {}
-            self.kept = ""
+        kept, held = self.forget_kept()  # changed in place: after a failure all bytes have to come
+        if info.base is None:
+            held = {}
+        require(info.base in (None, kept), f"changes, but {NO_BASE}", "all bytes")
         incoming = IncomingTensors(self._expected(info.only), info.version, held)
         tensors = _receive(info, incoming, self.device)
         # the trainer that asked may have left, and another one begun
@@ -134,7 +146,7 @@ def _receive(
     def take(sender: SenderAddress) -> None:
         names = ["the first tensor"]
         try:
-            with _connected(sender, info.silence) as connection:
+            with _connected(sender, info.silence / WAITS, lambda: bool(failed)) as connection:
                 connections.append(connection)
                 require(not failed, "another sender that failed", "all of them")
                 _take(connection, sender, info, incoming, device, names)
@@ -178,17 +190,25 @@ def _take(
             member.leave()
 
 
-def _connected(sender: SenderAddress, patience: float) -> socket.socket:
+def _connected(
+    sender: SenderAddress, patience: float, given_up: Callable[[], bool]
+) -> socket.socket:
     """A connection to a sender. If the sender's host is lost, it ends after a minute: the next
     trainer waits for that.
 
     Args:
         patience: longest time without a way to the sender [seconds]
+        given_up: True if another sender failed
     """
     place = sender.host, sender.port
-    connection = reached(
-        lambda: socket.create_connection(place, timeout=CONNECT_TIMEOUT_S), patience
-    )
+
+    def connect() -> socket.socket:
+        return socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
+
+    try:
+        connection = reached(connect, min(patience, CUT_S), given_up)
+    except OSError as error:
+        raise TransferError(f"{NO_CONNECTION} ({error}), expected all bytes") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
@@ -208,6 +228,6 @@ def _read(connection: socket.socket, view: memoryview) -> None:
 def _reason(error: Exception, info: UpdateInfo) -> str:
     if isinstance(error, TransferError):
         return str(error)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:  # else of keepalive
         return f"weights: a sender sent nothing for {info.silence:g} s, expected more bytes"
-    return f"weights: no connection to a sender ({error}), expected all bytes"
+    return f"{NO_CONNECTION} ({error}), expected all bytes"

@@ -31,7 +31,7 @@ from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.parallel.external_groups import listening, own_address
 from pyrl_ext.rollout.remote.broadcast import BROKEN, Broadcast, gone
 from pyrl_ext.rollout.remote.changes import Changes, SentBuckets
-from pyrl_ext.rollout.remote.cuts import reached
+from pyrl_ext.rollout.remote.cuts import CUT_S, reached
 from pyrl_ext.rollout.remote.weight_protocol import (
     CHUNK,
     CONNECT_TIMEOUT_S,
@@ -192,7 +192,7 @@ class Transfer:
         if not self.wanted:
             return []
         for link in self._links:
-            link.host = address_towards(link.address, self.limit)
+            link.host = address_towards(link.address, min(self.limit, CUT_S))
             if link.host not in self._doors:
                 door = listening(link.host)
                 self._doors[link.host] = door
@@ -457,13 +457,18 @@ class BroadcastSender:
         return None
 
 
+def way_to(address: str) -> str:
+    """`address_towards`, tried once. Raises: OSError."""
+    server = urlsplit(address)
+    return own_address(server.hostname, server.port)
+
+
 def address_towards(address: str, patience: float) -> str:
     """This host's address on the way to a server's; no packet is sent.
 
     Args:
         patience: longest time without a way [seconds]
     """
-    server = urlsplit(address)
     with suppress(OSError):
-        return reached(lambda: own_address(server.hostname, server.port), patience)
+        return reached(lambda: way_to(address), patience)
     raise TransferError(f"publish: cannot reach {address}, expected a reachable host")

@@ -37,7 +37,7 @@ from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import RPC, Answer
 from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
-from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
+from pyrl_ext.rollout.remote.weight_protocol import NO_BASE, UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, Way
 
 RELEASE_S = 2.0  # for a server to take leave of the run
@@ -60,7 +60,7 @@ class Weights:
         broadcast: the sender's bytes go to all servers at once. ``named`` then has to give the
             tensors again, for servers that miss them because another one failed
         sent: copies of what this rank sent before: only changes are sent where all servers hold the
-            same; None: everything is sent
+            same; None: everything is sent. ``named`` then has to give the tensors again too
     """
 
     named: Named
@@ -85,7 +85,8 @@ class Published:
         seconds: by step, the longest of any server
         bytes: that all ranks sent to servers together
         saved: bytes that were not sent, since they had not changed
-        again: servers that were sent the weights a second time, because another one failed
+        again: servers that were sent the weights a second time, because another one failed, or
+            changes did not fit
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
@@ -147,8 +148,8 @@ def publish(
         ready = sync.step(ready, ServerUpdate.look)
     begin = time.monotonic()
     received = sync.transfer(ready, weights.broadcast)
-    if weights.broadcast:
-        missed = [u for u in ready if BROKEN in result.failed.get(u.server.address, "")]
+    if weights.broadcast or weights.sent is not None:
+        missed = [u for u in ready if may_repeat(result.failed.get(u.server.address, ""))]
         again, *_ = gather_objects(len(missed), group)
         if again:  # each by TCP, so that no other server can fail it
             result.again = again
@@ -161,6 +162,11 @@ def publish(
             asked = asyncio.run_coroutine_threadsafe(update.ask(canary), loop)
             result.asked[update.server.address] = asked
     return result
+
+
+def may_repeat(reason: str) -> bool:
+    """True if a server that failed for this reason would take all bytes by TCP."""
+    return BROKEN in reason or NO_BASE in reason
 
 
 @dataclass(frozen=True)
@@ -189,8 +195,8 @@ class _Sync:
         bytes before; returns those that have verified everything."""
         weights = self.weights
         sent = weights.sent
-        held = sent is not None and sent.sync
-        delta = delta and bool(held) and all(update.kept == held for update in updates)
+        held = "" if sent is None else sent.sync
+        delta = delta and held != "" and all(update.kept == held for update in updates)
         wanted = weights.shapes.keys() if weights.only is None else set(weights.only)
         here = [update.server.address for update in updates], self.number, delta
         (addresses, number, delta), *_ = gather_objects(here, self.group)
@@ -211,7 +217,8 @@ class _Sync:
             with agreeing("publish", "addresses", self.group):
                 here = transfer.open(0 if self.group is None else self.group.rank())
             senders = [ways for ways in gather_objects(here, self.group) if ways]
-            self.run(self._fetch(transfer, updates, senders, None if sent is None else number))
+            keep = None if sent is None else number
+            self.run(self._fetch(transfer, updates, senders, keep, held if delta else None))
             reasons = self._send(transfer, updates)
             if sent is not None and addresses:
                 sent.sync = number
@@ -226,6 +233,7 @@ class _Sync:
         updates: Sequence[ServerUpdate],
         senders: Sequence[list[Way]],
         keep: str | None,
+        base: str | None,
     ) -> None:
         only = self.weights.only
         for number, update in enumerate(updates):
@@ -237,6 +245,7 @@ class _Sync:
                 only=None if only is None else list(only),
                 broadcast=senders[0][number].route,
                 keep=keep,
+                base=base,
             )
             update.fetch(transfer, info)
 
@@ -296,6 +305,7 @@ class Publisher:
     Attributes:
         loop: of the servers; to be set before the first publish
         metrics: of the last publish
+        folder: of the run
         run: that servers belong to until `release`
         shapes: of the tensors that servers hold, by name
     """
@@ -308,6 +318,7 @@ class Publisher:
         self.metrics: dict[str, float] = {}
         self.canary = canary_of(plan)
         self.shapes = shapes_of(plan)
+        self.folder = plan.run
         self.run = Run.of(plan.run)
         self.identity = identity_of(plan)
         self._done = Published()

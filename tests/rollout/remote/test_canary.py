@@ -11,7 +11,7 @@ import pytest
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.remote.canary import LONG, Canary, canary_of
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.holder import Run, salt_of
+from pyrl_ext.rollout.remote.holder import salt_of
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import Answer, Request, decode_routes, encode_routes
 from tests.helpers.configs import CONFIGS
@@ -91,8 +91,7 @@ async def test_canary_has_the_salt_of_its_runs_requests():
             engine.version = 7
             await replace(CANARY, run=canary.run, cached=0).ask(server, 7)
             await server.close()
-        run = Run.of(plan.run).id
-        assert engine.asked[0].salt == salt_of(run, 7)
+        assert engine.asked[0].salt == salt_of(plan.run, 7)
         salts.append(engine.asked[0].salt)
     assert salts[0] != salts[1]
 

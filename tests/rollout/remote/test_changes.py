@@ -79,11 +79,11 @@ def test_many_changes_are_applied_in_parts():
     new = old.clone()
     new[:: 2 * 2 + 2] = 7
     found = changes_between(old, new)
-    assert found is not None and len(found) // CHANGE_BYTES > APPLIED - 2
+    assert found is not None and len(found) // CHANGE_BYTES > APPLIED
     assert apply_changes(old, found) and torch.equal(old, new)
 
 
-@pytest.mark.parametrize("distances", [[5], [1, 4], [0xFFFF, 0xFFFF], [4, 1, 1]])
+@pytest.mark.parametrize("distances", [[5], [1, 4], [0xFFFF, 0xFFFF], [4, 1, 1], [0], [1, 0]])
 def test_apply_changes_stays_inside_its_bytes(distances: list[int]):
     around = torch.full((64,), 9, dtype=torch.uint8)
     data = around[16:24]

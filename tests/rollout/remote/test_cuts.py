@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote import weight_sender
+from pyrl_ext.rollout.remote import server_update, weight_sender
 from pyrl_ext.rollout.remote.client import Server
 from pyrl_ext.rollout.remote.cuts import AGAIN_S, NO_WAY, is_cut, reached
 from pyrl_ext.rollout.remote.holder import Run
@@ -44,6 +44,7 @@ MOMENTS = (
     (Server, "generate", ""),
     (StagedUpdate, "update", ""),
     (weight_sender, "address_towards", ""),
+    (server_update, "way_to", ""),
 )
 
 
@@ -92,7 +93,7 @@ def in_namespace() -> None:
                 done = trainer.publish(weights, version, run=run)
             assert len(ends) == 1 and done.failed == {} and len(done.seen) == 2, (moment, done)
             print(f"version {version} came in spite of {way} before {moment[1:]}")
-        for (down, up), cause in zip(WAYS.items(), ("no answer within 1 s", "cannot reach")):
+        for (down, up), cause in zip(WAYS.items(), ("no answer within 1 s", "no way there")):
             ip(down)
             done = trainer.publish(weights, 99, timeout=1.0, canary=None)
             ip(up)
@@ -139,6 +140,10 @@ def test_reached_tries_again_while_the_network_is_cut(code: int):
     with pytest.raises(ConnectionRefusedError):
         reached(connect, DEADLINE)
     assert not fails
+    fails += [OSError(code, "no way")] * 2
+    with pytest.raises(OSError, match="no way"):
+        reached(connect, DEADLINE, lambda: len(fails) < 2)
+    assert len(fails) == 1
 
 
 def test_is_cut_knows_what_the_other_end_refused():
