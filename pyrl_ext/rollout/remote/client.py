@@ -59,9 +59,9 @@ class Server:
     Args:
         address: http://host:port
         keys: that it asks for
-        patience: longest time in which a call is made again, since the network is cut [s]
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
+        patience: longest time in which a call is made again, since the network is cut [s]
 
     Attributes:
         failure: why the server is not used; None: it is
@@ -70,8 +70,8 @@ class Server:
 
     address: str
     keys: Keys = field(default_factory=Keys)
-    patience: float = CUT_S
     silence: float = 120.0
+    patience: float = CUT_S
     failure: ServerFailed | None = None
     paused: bool = False
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
