@@ -326,7 +326,7 @@ def build_servers_engine(
     silence = rollout.request_timeout
     background = rollout.syncs_weights_in_background
     return ServersEngine(
-        [Server(address, keys, silence) for address in plan.addresses],
+        [Server(address, keys, silence=silence) for address in plan.addresses],
         model,
         Publisher(plan, device),
         max_num_seqs=plan.max_num_seqs,
