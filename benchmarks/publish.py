@@ -88,6 +88,7 @@ RATES = (1e-6, 3e-6, 1e-5)  # learning rates
 WEIGHT_STD = 0.02
 MATRICES = 32
 SIDE = 2048
+SYNC = "of the benchmark"  # number of its weight syncs
 CHANGED_STEPS = 12
 BROADCAST = "rollout.transport=broadcast"
 WAYS = {
@@ -318,11 +319,11 @@ def show_apart(rows: dict[str, Apart], rate: float) -> None:
         print(f"{name}, turn by turn: {statistics.median(times):.2f} times as fast as the first")
 
 
-def stepped(rate: float) -> tuple[list[Tensor], list[Tensor]]:
+def stepped(rate: float, matrices: int) -> tuple[list[Tensor], list[Tensor]]:
     """bfloat16 weights before and after a step of AdamW at a learning rate, of float32 weights with
     the spread of a language model's and noise as gradients."""
     torch.manual_seed(0)
-    held = [torch.nn.Parameter(WEIGHT_STD * torch.randn(SIDE, SIDE)) for _ in range(MATRICES)]
+    held = [torch.nn.Parameter(WEIGHT_STD * torch.randn(SIDE, SIDE)) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(held, rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     versions: list[list[Tensor]] = []
     for step in range(CHANGED_STEPS):
@@ -347,10 +348,13 @@ def synced(engine: StagedUpdate, weights: Sequence[Tensor], sent: SentBuckets | 
     delta = sent is not None and bool(sent.sync) and engine.kept == sent.sync
     wanted = {name: tuple(weight.shape) for name, weight in named}
     transfer = Transfer(["http://127.0.0.1:1"], 1, wanted, DEADLINE, sent=sent, delta=delta)
-    keep = None if sent is None else "sync"
+    keep = None if sent is None else SYNC
+    base = SYNC if delta else None
     with closing(transfer), ThreadPoolExecutor(1) as pool:
         (way,) = transfer.open()
-        info = UpdateInfo(senders=[way.sender], engine=0, version=1, silence=DEADLINE, keep=keep)
+        info = UpdateInfo(
+            senders=[way.sender], engine=0, version=1, silence=DEADLINE, base=base, keep=keep
+        )
         engine.start()
         start = time.perf_counter()
         came = pool.submit(engine.update, info.model_dump())
@@ -361,13 +365,13 @@ def synced(engine: StagedUpdate, weights: Sequence[Tensor], sent: SentBuckets | 
     if not all(torch.equal(tensors[name], weight) for name, weight in named):
         raise RuntimeError("benchmarks.publish: other weights came, expected those sent")
     if sent is not None:
-        sent.sync = "sync"
+        sent.sync = SYNC
     return Sync(seconds, transfer.sent_bytes)
 
 
-def changes_row(rate: float) -> list[str]:
-    """Of a learning rate."""
-    versions = stepped(rate)
+def changes_row(rate: float, matrices: int) -> list[str]:
+    """The table's row for one learning rate."""
+    versions = stepped(rate, matrices)
     old, new = (torch.cat([w.view(-1) for w in weights]) for weights in versions)
     differ = int((old != new).sum())
     old_bytes, new_bytes = old.view(torch.uint8), new.view(torch.uint8)
@@ -395,12 +399,12 @@ def changes_row(rate: float) -> list[str]:
     ]
 
 
-def show_changes() -> None:
+def show_changes(matrices: int) -> None:
     show(
         ("lr", "changed", "bytes", "compare GB/s", "apply GB/s", "all ms", "changes ms"),
-        [changes_row(rate) for rate in RATES],
+        [changes_row(rate, matrices) for rate in RATES],
         width=180,
-        title=f"{MATRICES * SIDE**2 * 2 / 1e6:.0f} MB of bfloat16 from one sender to one engine: "
+        title=f"{matrices * SIDE**2 * 2 / 1e6:.0f} MB of bfloat16 from one sender to one engine: "
         f"{device_name('cpu')}, {now()}",
         caption="changed: share of the weights; bytes: of those that a sync of everything sends; "
         f"the last two: transfers over loopback, with digests, median of {TURNS - 1}",
@@ -484,13 +488,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time of a weight sync.")
     parser.add_argument("--host", action="store_true", help="only the processor time of a tensor")
     parser.add_argument("--changes", action="store_true", help="only syncs of what changed")
+    parser.add_argument("--matrices", type=int, default=MATRICES, help="with --changes")
     asked = parser.parse_args()
     if asked.host or asked.changes:
         torch.set_num_threads(1)
         if asked.host:
             show_host()
         if asked.changes:
-            show_changes()
+            show_changes(asked.matrices)
         return
     with tempfile.TemporaryDirectory() as folder:
         keys = (write_config(folder, hf_config("tiny") | MODEL), *COMMON)

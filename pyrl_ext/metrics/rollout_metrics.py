@@ -191,7 +191,7 @@ SERVER_METRICS = (
     Metric(
         "publish/again",
         "servers",
-        "Servers that got the weights a second time, since the one before them failed.",
+        "Servers that got all weights again: another server failed, or changes did not fit.",
     ),
     Metric("publish/seconds", "s", "A publish, from the first question to the last server."),
     Metric(

@@ -286,9 +286,9 @@ def _publish(plan: Plan) -> Iterator[Item]:
     why = f"copy of what each of {rollout.senders} senders sends: rollout."
     if rollout.delta_sync:
         name = "weights sent before"
-        held = copied + 2 * sent
+        with_changes = copied + 2 * sent
         note = f"{why}delta_sync; and changes of two buckets"
-        yield Item(name, held, MEMORY_PHASES, note, exact=False, host=True)
+        yield Item(name, with_changes, MEMORY_PHASES, note, exact=False, host=True)
     if rollout.syncs_weights_in_background:
         phases = ("publish", *MEMORY_PHASES[1:3])
         name = "published weights"

@@ -104,7 +104,7 @@ def _words(data: Tensor) -> Words:
 
 
 class Changes(NamedTuple):
-    """What changed in a bucket.
+    """The changes of one bucket since the weight sync before.
 
     Args:
         base: digest of the bucket before
@@ -132,7 +132,11 @@ class SentBuckets:
     _sent: list[_Sent] = field(default_factory=list[_Sent])
 
     def changes(self, place: int, data: Tensor) -> Changes | None:
-        """What changed in bucket ``place``; None: too much, or another size was sent."""
+        """The changes from the kept copy of bucket ``place`` to ``data``.
+
+        Returns: None if all of ``data`` has to be sent: no copy of this size is kept, or the
+            changes are not smaller.
+        """
         if place >= len(self._sent) or self._sent[place].data.shape != data.shape:
             return None
         before = self._sent[place]

@@ -33,6 +33,9 @@ MAGIC = b"pyrl weights 6\r\n"
 KEY_BYTES = 32
 HELLO = struct.Struct(f"<{len(MAGIC)}sI{KEY_BYTES}s")  # magic, number of the engine, key
 HEAD = struct.Struct("<IQ")  # size of the description, size of the tensors [bytes]
+# shares of the sender's limit for all bytes
+SILENCE_SHARE = 2.0  # longest silence of a sender: it may wait for another engine
+BROADCAST_SHARE = 0.25  # in which an engine of a broadcast has to take some bytes
 CHUNK = 4 << 20  # bytes after which the position in a bucket is noted
 CONNECT_TIMEOUT_S = 10.0  # for a connection and its first bytes
 MAX_DESCRIPTION = 1 << 24  # [bytes]

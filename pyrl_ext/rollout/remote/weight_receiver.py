@@ -17,10 +17,12 @@ from torch import Tensor
 from pyrl_ext.rollout.remote.broadcast import Broadcast, gone
 from pyrl_ext.rollout.remote.cuts import CUT_S, reached
 from pyrl_ext.rollout.remote.weight_protocol import (
+    BROADCAST_SHARE,
     CONNECT_TIMEOUT_S,
     HELLO,
     MAGIC,
     NO_BASE,
+    SILENCE_SHARE,
     IncomingTensors,
     SenderAddress,
     TransferError,
@@ -29,8 +31,6 @@ from pyrl_ext.rollout.remote.weight_protocol import (
 )
 
 NO_CONNECTION = "weights: no connection to a sender"
-# The silence that senders name, over the shortest time in which they expect a connection.
-WAITS = 8
 # TCP keepalive, which detects a lost host: idle [s], interval [s], probes
 KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
@@ -142,11 +142,13 @@ def _receive(
     """
     failed = list[TransferError]()
     connections = list[socket.socket]()
+    # a sender that broadcasts waits no longer for a connection
+    patience = min(info.silence * BROADCAST_SHARE / SILENCE_SHARE, CUT_S)
 
     def take(sender: SenderAddress) -> None:
         names = ["the first tensor"]
         try:
-            with _connected(sender, info.silence / WAITS, lambda: bool(failed)) as connection:
+            with _connected(sender, patience, lambda: bool(failed)) as connection:
                 connections.append(connection)
                 require(not failed, "another sender that failed", "all of them")
                 _take(connection, sender, info, incoming, device, names)
@@ -206,7 +208,7 @@ def _connected(
         return socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
 
     try:
-        connection = reached(connect, min(patience, CUT_S), given_up)
+        connection = reached(connect, patience, given_up)
     except OSError as error:
         raise TransferError(f"{NO_CONNECTION} ({error}), expected all bytes") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

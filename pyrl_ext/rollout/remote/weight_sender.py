@@ -33,6 +33,7 @@ from pyrl_ext.rollout.remote.broadcast import BROKEN, Broadcast, gone
 from pyrl_ext.rollout.remote.changes import Changes, SentBuckets
 from pyrl_ext.rollout.remote.cuts import CUT_S, reached
 from pyrl_ext.rollout.remote.weight_protocol import (
+    BROADCAST_SHARE,
     CHUNK,
     CONNECT_TIMEOUT_S,
     HELLO,
@@ -51,7 +52,6 @@ from pyrl_ext.rollout.remote.weight_protocol import (
 
 NO_FILE = (errno.EMFILE, errno.ENFILE)
 ACCEPT_AGAIN_S = 0.1  # after which a sender without a free file accepts again
-BROADCAST_SHARE = 0.25  # of the limit, in which an engine of a broadcast has to take some bytes
 
 
 class EngineLink:
@@ -312,7 +312,7 @@ class Transfer:
         self._sending.reverse()
 
     def _changes(self, data: Tensor, known: str) -> Changes | None:
-        """What to send in place of a bucket's bytes; None: these bytes."""
+        """The changes to send for a bucket; None if all bytes are sent. Keeps a copy of these."""
         copies = self._copies
         if copies is None:
             return None

@@ -37,7 +37,7 @@ from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import RPC, Answer
 from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
-from pyrl_ext.rollout.remote.weight_protocol import NO_BASE, UpdateInfo
+from pyrl_ext.rollout.remote.weight_protocol import NO_BASE, SILENCE_SHARE, UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, Way
 
 RELEASE_S = 2.0  # for a server to take leave of the run
@@ -241,7 +241,7 @@ class _Sync:
                 senders=[ways[number].sender for ways in senders],
                 engine=number,
                 version=self.weights.version,
-                silence=2.0 * transfer.limit,  # while another server takes bytes
+                silence=SILENCE_SHARE * transfer.limit,
                 only=None if only is None else list(only),
                 broadcast=senders[0][number].route,
                 keep=keep,

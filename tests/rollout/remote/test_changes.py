@@ -1,4 +1,4 @@
-"""What changed between two versions of some bytes, against a loop over their words."""
+"""`changes_between` and `apply_changes`, compared with a loop over the words of two versions."""
 
 from __future__ import annotations
 
