@@ -128,6 +128,7 @@ def _vllm(plan: Plan) -> Engine:
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
         sampling_mask=plan.trains_on_sampling_mask,
         draft_layers=plan.draft_layers,
+        quantization=plan.rollout.quantization,
         sleeps=plan.engine_sleeps,
         tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
         scale=reader.scale if reader else None,

@@ -212,6 +212,8 @@ def mismatch_limit(plan: Plan) -> float | None:
         return None
     if {plan.model.dtype, plan.rollout_dtype} == {"float32"}:
         return FLOAT32_LIMIT
+    if rollout.quantization is not None:  # changes log-probs by as much as other experts do
+        return ROUTED_LIMIT
     return ROUTED_LIMIT if plan.router_layers and not plan.replay.old else ROUNDED_LIMIT
 
 

@@ -19,11 +19,28 @@ from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.adapters import random_tensors
-from tests.helpers.configs import CONFIGS
+from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.ranks import LOOP
 
 # what ranks that train with vLLM have imported when they are forked
 WITH_VLLM = (*LOOP, "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+
+
+NEEDS_AMX = "vLLM for CPUs multiplies weights in 8 bits on processors with AMX alone"
+BLOCK = 128  # rows and columns of a matrix that have one scale
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+_HEADS = {
+    "tiny": {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32},
+    "tiny_qwen3": {"num_key_value_heads": 4},
+}
+
+
+def wide_enough(folder: Path, model: str, **changes: Any) -> Path:
+    """A folder with the config of a model whose matrices have whole blocks, also those that vLLM
+    puts together, and widths that its kernels for CPUs take."""
+    sizes = hf_of(model) | _WIDE | _HEADS[model] | changes
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    return folder
 
 
 def train_on_rank(group: Any, config: Path, *overrides: str) -> int:
@@ -80,6 +97,8 @@ class Pair:
         scale: Scale | None = None,
         sampling_mask: bool | None = None,
         draft_layers: int = 0,
+        quantization: str | None = None,
+        dtype: str = "float32",
         **options: Any,
     ):
         self.config = config
@@ -94,6 +113,8 @@ class Pair:
             engine_routes=engine_routes,
             sampling_mask=not engine_routes if sampling_mask is None else sampling_mask,
             draft_layers=draft_layers,
+            quantization=quantization,
+            dtype=dtype,
             tokenizer=CONFIGS / "tiny" if scale is None else config,
             scale=scale,
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 
 from pyrl_ext.plan import compile_plan
@@ -62,6 +65,18 @@ def test_engine_memory_counts_weights_and_cache():
     assert drafting.cache == 2 * 48 * (512 + 64)
     layer = 2 * mtp_parameters(plan.sizes).total // 4
     assert drafting.weights == memory.weights + layer
+    quantized = engine_memory(compile_plan(GLM47, [*HOSTS, "rollout.quantization=fp8"]))
+    assert quantized is not None
+    matrices = sum(
+        math.prod(shape)
+        for row in plan.sizes.weights(0)
+        for shape in row.shapes
+        if len(shape) == 2
+        and not re.search("embed|lm_head|router|mlp.gate.weight", row.hf_names[0])
+    )
+    assert 0.97 * parameters(plan.sizes).total < matrices
+    saved = 4 * (memory.weights - quantized.weights)
+    assert saved == pytest.approx(matrices * (1 - 4 / 128**2), abs=4)
     options = "rollout.engine_options={kv_cache_dtype: fp8}"
     assert engine_memory(compile_plan(GLM47, [*HOSTS, options])) is None
 

@@ -219,6 +219,29 @@ def test_compile_plan_refuses_drafts_of_a_family_that_was_never_compared():
     assert any("with model.family qwen3_next" in each for each in found)
 
 
+@pytest.mark.parametrize(
+    ("config", "more", "says"),
+    [
+        ("glm47", [], None),
+        ("glm47", ["rollout.servers=[http://localhost:8000]"], None),
+        ("glm47", ["lora.rank=8", "lora.publish=merge"], None),
+        ("glm47", ["rollout.dtype=float32"], "rollout.dtype float32, expected bfloat16"),
+        ("glm47", ["lora.rank=8", "lora.publish=adapter"], "adapters in the engine"),
+        ("glm47", ["hardware.gpu=A100"], "hardware.gpu A100, expected one of H100"),
+        ("glm47", ["rollout.engine=hf"], "only vllm would read it"),
+        ("qwen3_vl_30b", [], "with model.family qwen3_vl_moe, which has a vision tower"),
+        ("qwen3_next_80b", [], "with model.family qwen3_next, whose layers carry states"),
+    ],
+)
+def test_compile_plan_refuses_weights_that_were_never_quantized(
+    config: str, more: list[str], says: str | None
+):
+    file = REPOSITORY / f"configs/{config}.yaml"
+    found = problems_of(file, "rollout.quantization=fp8", *more)
+    found = [each for each in found if each.startswith("'fp8'") or each.startswith("fp8 ")]
+    assert len(found) == (says is not None) and all((says or "") in each for each in found)
+
+
 # Notes -------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.engine_memory import language_weights
 from pyrl_ext.plan.forecast.flops import model_flops, update_flops
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
 from pyrl_ext.plan.forecast.rounds import step_rounds, update_rounds
@@ -250,6 +251,25 @@ def test_step_time_of_drafted_tokens_has_fewer_passes_with_one_more_layer():
     # two tokens of 4 samples choose 1.77 times the experts that one chooses
     assert 0.9 < found["tokens"] / plain["tokens"] < 1
     assert amounts(glm47(*run, DRAFTS), "publish")["tensors"] == 9491 + 210
+
+
+def test_step_time_of_quantized_weights_reads_half_of_them():
+    run = ("rollout.tp=2", "rollout.max_num_seqs=128")
+    plain = glm47(*run)
+    fp8 = glm47(*run, "rollout.quantization=fp8")
+    found = amounts(fp8, "rollout")
+    before = amounts(plain, "rollout")
+    held = [language_weights(plan) for plan in (plain, fp8)]
+    assert 0.5 < held[1] / held[0] < 0.53  # embedding, head and routers have two bytes
+    # nearly all experts are read in each pass; the cache is read as before
+    assert 0.5 < found["tokens"] / before["tokens"] < 0.62
+    assert found["prompts"] == before["prompts"]
+    seconds = [
+        next(cost.seconds for cost in time_of(plan).costs if cost.name == "prompts")
+        for plan in (plain, fp8)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(2 * 0.45 / 0.6, rel=1e-3)  # 1979 of 989 TFLOP/s
+    assert amounts(fp8, "publish") == amounts(plain, "publish")
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.items import Item
-from pyrl_ext.plan.forecast.parameters import engine_parameters, published_factors
+from pyrl_ext.plan.forecast.parameters import (
+    engine_parameters,
+    published_factors,
+    quantized_parameters,
+)
 from pyrl_ext.plan.model.attention import kv_bytes_per_token
 from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.plan import Plan
 
 # vLLM's options that change how much a GPU holds.
-UNCOUNTED = {"quantization", "kv_cache_dtype", "cpu_offload_gb", "num_gpu_blocks_override"}
+UNCOUNTED = {"kv_cache_dtype", "cpu_offload_gb", "num_gpu_blocks_override"}
+
+FP8_BYTES = 1 + 4 / 128**2  # an element, and its share of a float32 for each block of 128 x 128
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,22 @@ def engine_memory(plan: Plan) -> EngineMemory | None:
 
 
 def whole_weights(plan: Plan) -> int:
-    """Bytes of all weights in the engine's dtype, with the encoders'."""
-    return plan.engine_bytes * (engine_parameters(plan).total + encoder_parameters(plan))
+    """Bytes of all weights in the engine's types, with the encoders'."""
+    return language_weights(plan) + plan.engine_bytes * encoder_parameters(plan)
+
+
+def language_weights(plan: Plan) -> int:
+    """Bytes of the language model's weights in the engine's types."""
+    total = engine_parameters(plan).total
+    quantized = quantized_parameters(plan)
+    return plan.engine_bytes * (total - quantized) + int(quantized * matrix_bytes(plan))
+
+
+def matrix_bytes(plan: Plan) -> float:
+    """Bytes of an element of a matrix that `rollout.quantization` is for, with its scale."""
+    if plan.rollout.quantization is None:
+        return plan.engine_bytes
+    return FP8_BYTES
 
 
 def state_bytes(plan: Plan, tp: int) -> int:
@@ -102,7 +122,10 @@ def engine_items(plan: Plan, longest: int) -> Iterator[Item]:
     elif rollout.engine == "vllm" and rollout.gpus is None:
         awake = sleeping if rollout.sleep else always
         on_gpu = (weights + factors) // rollout.tp
-        why = f"{width} bytes a parameter / rollout.tp {rollout.tp}"
+        each = f"{width} bytes a parameter"
+        if rollout.quantization is not None:
+            each = f"1 byte an element of quantized matrices, {width} of others"
+        why = f"{each} / rollout.tp {rollout.tp}"
         limit = memory_limit(plan)
         if limit is None:
             yield Item("engine weights", on_gpu, awake, why)

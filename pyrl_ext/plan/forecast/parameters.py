@@ -15,6 +15,7 @@ from pyrl_ext.plan.model.counts import (
     layers,
     mtp_parameters,
     parameters,
+    whole_projections,
 )
 from pyrl_ext.plan.model.freeze import ROUTER_BIAS, layer_of
 from pyrl_ext.plan.model.layer_kinds import LayerKind
@@ -201,6 +202,20 @@ def engine_parameters(plan: Plan) -> Parameters:
     for _ in range(plan.draft_layers):
         total += mtp_parameters(plan.sizes)
     return total
+
+
+def quantized_parameters(plan: Plan) -> int:
+    """Elements of the matrices that an engine holds in 8 bits, if `rollout.quantization` asks for
+    it: those of decoder layers but for routers. Biases, which few families have, are counted as
+    well, and so is the projection of MTP layers."""
+    sizes = plan.sizes
+    if plan.rollout.quantization is None:
+        return 0
+    total = engine_parameters(plan)
+    outside = embedding_parameters(sizes) + head_parameters(sizes)
+    attending = sum(kind.mixer == "attention" for kind in sizes.layer_kinds) + plan.draft_layers
+    whole = attending * whole_projections(sizes)
+    return total.expert + total.tensor - outside.tensor + whole
 
 
 def published_factors(plan: Plan) -> Published:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pyrl_ext.plan.forecast.compute_time import Spent, reached
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
-from pyrl_ext.plan.forecast.engine_memory import state_bytes
+from pyrl_ext.plan.forecast.engine_memory import language_weights, matrix_bytes, state_bytes
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.parameters import engine_parameters
 from pyrl_ext.plan.forecast.workload import SampleLength, step_samples
@@ -57,8 +57,12 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     samples, prompts = _share(plan, engines, vllm)
     forward = model_flops(plan.sizes)
     peak = gpu.flops[plan.rollout_dtype]
+    kind = "projections"
+    if plan.rollout.quantization is not None:
+        kind = "fp8"
+        peak = gpu.flops["fp8"]
     first = forward.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / tp
-    yield Spent.at("prompts", first, "projections", peak, "each once")
+    yield Spent.at("prompts", first, kind, peak, "each once")
     patches = len(prompts) * plan.estimate.images * plan.estimate.image_patches / tp
     for encoder in encoders(plan):
         yield Spent.at(encoder.name, patches * encoder.patch_flops, "projections", peak)
@@ -67,13 +71,14 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     cached = mean * kv_bytes_per_token(plan, tp)
     states = state_bytes(plan, tp)
     counts = engine_parameters(plan)
-    weights = counts.total * plan.engine_bytes / tp
+    weights = language_weights(plan) / tp
+    experts = counts.expert * matrix_bytes(plan) / tp
     slots = _slots(plan, weights, cached + states, tp)
     a_token = forward.of(1, mean, 1) / tp
     drafts = plan.draft_layers
     kept = sum(ACCEPTED**drafted for drafted in range(drafts + 1))
     head = drafts * plan.sizes.vocab_size * plan.sizes.hidden_size * plan.engine_bytes / tp
-    rate = reached("projections", peak)
+    rate = reached(kind, peak)
     memory = reached("memory", gpu.bandwidth)
     moved = seconds = launched = 0.0
     for tokens, running in running_over_time(tuple(s.response for s in samples), slots):
@@ -81,9 +86,8 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         rows = running * (1 + drafts)
         unread = 0.0  # experts that no token chooses
         if counts.expert:
-            missed = counts.expert * (1 - plan.sizes.topk / plan.sizes.num_experts) ** rows
-            unread = missed / counts.total
-        read = weights * (1 - unread) + head + running * (cached + 2 * states)
+            unread = experts * (1 - plan.sizes.topk / plan.sizes.num_experts) ** rows
+        read = weights - unread + head + running * (cached + 2 * states)
         moved += passes * read
         seconds += passes * max(read / memory, rows * a_token / rate)
         launched += passes * (plan.sizes.num_hidden_layers + drafts)

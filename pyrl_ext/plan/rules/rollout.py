@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.model.hardware import GPUS, gpu_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
     Found,
@@ -20,7 +21,7 @@ from pyrl_ext.plan.rules._rule import (
 # separate rule, or may stay when rollouts are played again.
 READERS = {
     **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
-    "speculation": ("vllm",),
+    **dict.fromkeys(("speculation", "quantization"), ("vllm",)),
     **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
     **dict.fromkeys(("stop", "oversample", "record", "check_tensors"), ("hf", "vllm")),
     "max_mismatch": ("hf", "vllm"),
@@ -85,6 +86,33 @@ def the_engine_can_draft(plan: Plan) -> Found:
         return (
             f"mtp with model.family {plan.model.family}, expected null; vLLM 0.32 for CPUs does "
             "not start with its MTP layers, so that their samples were never compared"
+        )
+
+
+@rule("rollout.quantization")
+def the_engine_can_quantize(plan: Plan) -> Found:
+    way = plan.rollout.quantization
+    if way is None or plan.rollout.engine != "vllm":
+        return None
+    if plan.rollout_dtype != "bfloat16":
+        return (
+            f"{way} with rollout.dtype {plan.rollout_dtype}, expected bfloat16; vLLM multiplies "
+            "quantized weights by 16-bit or 8-bit values. Use rollout.dtype: bfloat16"
+        )
+    family = f"model.family {plan.model.family}"
+    unproved = {
+        f"{family}, which has a vision tower": plan.sizes.vision is not None,
+        f"{family}, whose layers carry states": plan.sizes.state_mixer is not None,
+        "adapters in the engine, which add to its weights": plan.lora_publish == "adapter",
+    }
+    if parts := [part for part, holds in unproved.items() if holds]:
+        return f"{way} with {parts[0]}, expected null; their samples were never compared"
+    gpu = gpu_of(plan)
+    if gpu and "fp8" not in gpu.flops:
+        having = ", ".join(name for name, each in GPUS.items() if "fp8" in each.flops)
+        return (
+            f"{way} with hardware.gpu {plan.hardware.gpu}, expected one of {having}; it has no "
+            "products in 8 bits. Use null"
         )
 
 

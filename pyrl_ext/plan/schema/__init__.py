@@ -146,6 +146,10 @@ class Rollout(Servers):
     left out with device cpu: hf"""
     dtype: Dtype | None = None
     """of the engine's weights; null: model.dtype"""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine keeps the matrices of attention, feed-forward layers and experts in 8 bits,
+    with a scale for each block of 128 x 128, and quantizes them anew at each publish; routers,
+    norms, embedding and head keep rollout.dtype; null: all do (vllm)"""
     tp: Positive = 1
     """tensor-parallel size of the engine [GPUs]"""
     gpus: Positive | None = None

@@ -33,6 +33,7 @@ NEW = 2  # tokens that are sampled
 TOP = 8  # most likely tokens that are compared for each sampled one
 TRIES = 3  # to find the context in the cache, after the request that fills it
 TAIL = 8  # tokens at the context's end that need not be cached
+QUANTIZED_LIMIT = 0.5  # mean difference of log-probs to the trainer, of engines in 8 bits [nat]
 STREAM_ID = 2**62  # of the canary's random stream: no prompt has this id
 
 
@@ -252,4 +253,6 @@ def canary_of(plan: Plan) -> Canary | None:
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
         plan.draft_layers > 0,
     )
+    if plan.rollout.quantization is not None:
+        canary = replace(canary, trainer_limit=QUANTIZED_LIMIT)
     return replace(canary, run=plan.run)

@@ -17,6 +17,7 @@ from pyrl_ext.rollout.remote import auth
 from pyrl_ext.rollout.remote.canary import LONG, NEW
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.drafts import drafting
+from pyrl_ext.rollout.vllm.quantization import quantizing
 from pyrl_ext.rollout.vllm.start import unwritten
 
 PARENT = "PYRL_PARENT"  # the process with which an engine ends
@@ -132,6 +133,7 @@ def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str]
         "worker_extension_cls": "pyrl_ext.rollout.remote.vllm_worker.ServedWorker",
         "middleware": "pyrl_ext.rollout.remote.auth.Auth",
         **drafting(plan.draft_layers),
+        **quantizing(rollout.quantization),
         **({"hf_overrides": more} if (more := unwritten(dict(plan.hf))) else {}),
         **({"tokenizer": tokenizer} if tokenizer else {"skip_tokenizer_init": True}),
     }

@@ -29,6 +29,7 @@ def make_identity(
     dtype: str,
     tokenizer: str | Path | None,
     lora: Lora | None = None,
+    quantization: str | None = None,
 ) -> Identity:
     """
     Args:
@@ -37,9 +38,11 @@ def make_identity(
         dtype: of the weights in the engine
         tokenizer: its folder
         lora: adapters that the engine applies; their ranks are in ``shapes``
+        quantization: as `rollout.quantization` names it
 
     Returns: digests of the config, of names and shapes, and of the tokenizer's file (empty: it has
-        none), the dtype, and the adapters' alpha ("None": it applies none).
+        none), the dtype, the adapters' alpha ("None": it applies none), and the quantization
+        ("none": there is none).
     """
     kept = {key: value for key, value in config.items() if key not in _NOTES}
     paths = [] if tokenizer is None else [Path(tokenizer) / name for name in _TOKENIZER]
@@ -50,6 +53,7 @@ def make_identity(
         "dtype": dtype,
         "tokenizer": hashlib.sha256(files[0]).hexdigest() if files else "",
         "alpha": str(None if lora is None else lora.alpha),
+        "quantization": quantization or "none",
     }
 
 
@@ -73,5 +77,10 @@ def shapes_of(plan: Plan) -> dict[str, torch.Size]:
 def identity_of(plan: Plan) -> Identity:
     """The identity of the plan's engines."""
     return make_identity(
-        plan.hf, shapes_of(plan), plan.rollout_dtype, plan.tokenizer_path, applied_lora(plan)
+        plan.hf,
+        shapes_of(plan),
+        plan.rollout_dtype,
+        plan.tokenizer_path,
+        applied_lora(plan),
+        plan.rollout.quantization,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pyrl_ext.rollout.remote.holder import Holder, Run
 from pyrl_ext.rollout.remote.identity import make_identity
+from pyrl_ext.rollout.vllm.quantization import quantization_of
 
 
 class ServedWorker:
@@ -46,4 +47,6 @@ class ServedWorker:
         config = json.loads(Path(model.model, "config.json").read_text(encoding="utf-8"))
         shapes = self.weight_transfer_engine.staged.wanted
         tokenizer = None if model.skip_tokenizer_init else model.tokenizer
-        return make_identity(config, shapes, str(model.dtype)[6:], tokenizer)
+        quantization = quantization_of(self.vllm_config)
+        dtype = str(model.dtype)[6:]
+        return make_identity(config, shapes, dtype, tokenizer, quantization=quantization)

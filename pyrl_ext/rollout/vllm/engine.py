@@ -30,6 +30,7 @@ from pyrl_ext.rollout.hf.sampling import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
 from pyrl_ext.rollout.vllm.drafts import drafting
+from pyrl_ext.rollout.vllm.quantization import quantizing
 from pyrl_ext.rollout.vllm.requests import Requests, image_arguments
 from pyrl_ext.rollout.vllm.sampling_mask import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.start import reports_routes, start, unwritten, world_of
@@ -65,6 +66,7 @@ class VLLMEngine(Engine):
             a top-k, and log-probs of greedy samples are 0
         draft_layers: MTP layers with which it drafts tokens, one each; their weights come with the
             others. Samples count the forward passes that sampled them
+        quantization: "fp8": matrices of layers have 8 bits; a load fails if one has other bits
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         scale: of the image processor; None: prompts have no images
         lora: adapters that it applies itself; their factors come with the weights
@@ -89,6 +91,7 @@ class VLLMEngine(Engine):
         engine_routes: bool | None = None,
         sampling_mask: bool = False,
         draft_layers: int = 0,
+        quantization: str | None = None,
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
         scale: Scale | None = None,
@@ -133,7 +136,8 @@ class VLLMEngine(Engine):
             "max_num_seqs": max_num_seqs,
         }
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
-        arguments |= image_arguments(scale) | lora_arguments(given, lora) | drafting(draft_layers)
+        arguments |= image_arguments(scale) | lora_arguments(given, lora)
+        arguments |= drafting(draft_layers) | quantizing(quantization)
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         with world_of(ranks):
             self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
@@ -194,7 +198,9 @@ class VLLMEngine(Engine):
         self._loads = self._loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        for errors in self._engine.collective_rpc("take_weights", args=(named, only, self._loads)):
+        with self._uncompiled_on_cpu():
+            found = self._engine.collective_rpc("take_weights", args=(named, only, self._loads))
+        for errors in found:
             for error in errors:
                 raise error
         self._engine.reset_prefix_cache()
@@ -320,7 +326,7 @@ class VLLMEngine(Engine):
                     raise RuntimeError(
                         f"{where}: vLLM ended without {len(left)} of {begun} samples, expected all"
                     )
-                with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
+                with self._uncompiled_on_cpu():
                     outputs = cast("list[RequestOutput]", self._engine.step())
                 passes.update(output.request_id for output in outputs)
                 for each in [output for output in outputs if output.finished]:
@@ -333,6 +339,10 @@ class VLLMEngine(Engine):
                 self._engine.abort_request(list(left))
             if self._captures or self._kept:
                 self._engine.collective_rpc("forget_routes")
+
+    def _uncompiled_on_cpu(self) -> Any:
+        """A context without `torch.compile`, which takes longer than all that it would save."""
+        return torch.compiler.set_stance("force_eager" if self.on_cpu else "default")
 
     def _adapter_request(self, where: str) -> LoRARequest:
         """Asks for the adapters of the last load, which every worker has to hold."""

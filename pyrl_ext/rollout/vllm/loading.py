@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +12,9 @@ from torch import Tensor
 from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.remote.identity import make_identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
 from pyrl_ext.rollout.vllm.drafts import DraftLoad, drafts_with_mtp
+from pyrl_ext.rollout.vllm.quantization import need_quantized
 from pyrl_ext.rollout.vllm.stacks import ExpertStacks, places_of
 
 if TYPE_CHECKING:
@@ -102,6 +100,9 @@ class Loading(AdapterLoading):
                 raise
             finally:
                 draft.finish()
+        if self.vllm_config.quant_config is not None:
+            for model in filter(None, (self._held_model(), self._draft_model())):
+                need_quantized(model)
 
     def _held_model(self) -> torch.nn.Module:
         """The model that is loaded."""
@@ -133,15 +134,6 @@ class Loading(AdapterLoading):
                 factors[name] = held
             else:
                 yield name, held
-
-    def identity(self) -> dict[str, str]:
-        """The model that this worker serves, as `make_identity` names it."""
-        known = self.vllm_config.model_config
-        config = json.loads(Path(known.model, "config.json").read_text(encoding="utf-8"))
-        held = Destinations.from_config(config, drafts=self._draft_model() is not None)
-        dtype = str(known.dtype)[6:]
-        shapes = {name: held.shape(name) for name in held.parts}
-        return make_identity(config, shapes, dtype, known.tokenizer)
 
     def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
         """Digests of the tensors last loaded; with None also of the tensors in vLLM's memory."""

@@ -21,7 +21,8 @@ from pyrl_ext.metrics.rollout_metrics import SERVER_METRICS
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.rollout.engine import in_order
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
-from pyrl_ext.rollout.remote.engine import ServersEngine
+from pyrl_ext.rollout.remote.cuts import CUT_S
+from pyrl_ext.rollout.remote.engine import ServersEngine, build_servers_engine
 from pyrl_ext.rollout.remote.holder import salt_of
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.protocol import encode_routes
@@ -39,6 +40,7 @@ from tests.helpers.http_engine import (
     rows_of,
     token_at,
 )
+from tests.helpers.tiny import tiny_plan
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns
 from tests.helpers.versions import Versions
 
@@ -571,3 +573,12 @@ def test_engine_samples_the_last_tokens_again_where_a_stop_string_may_begin(
         assert_right(sample)
         assert len(engines[1].asked[0].token_ids) == 2 + 4 - 2
         assert not engine.router.states[0].used
+
+
+def test_build_servers_engine_gives_its_servers_the_limits_of_the_plan():
+    where = "rollout.servers=[http://127.0.0.1:9, http://127.0.0.1:10]"
+    plan = tiny_plan(where, "rollout.request_timeout=7")
+    with closing(build_servers_engine(plan, torch.device("cpu"))) as engine:
+        servers = [state.server for state in engine.router.states]
+        assert [server.address for server in servers] == list(plan.addresses)
+        assert {(server.silence, server.patience) for server in servers} == {(7.0, CUT_S)}

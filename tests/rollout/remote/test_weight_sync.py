@@ -217,8 +217,8 @@ def of_other(**changes: Any) -> Kind:
 
 
 def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
-    """Another model, dtype, tokenizer, scale of adapters, or tensors; and who is refused keeps what
-    it has."""
+    """Another model, dtype, tokenizer, scale of adapters, quantization, or tensors; and who is
+    refused keeps what it has."""
     shapes = HFEngine(GLM).shapes()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -230,20 +230,23 @@ def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
         "tokenizer": {"tokenizer": tmp_path / "b"},
         "tensors": {"shapes": dict(list(shapes.items())[1:])},
         "alpha": {"lora": Lora(rank=8, alpha=16)},
+        "quantization": {"quantization": "fp8"},
     }
     kinds = [of_other(**(tokenizer | change)) for change in ({}, *wrong.values())]
-    with bench(*kinds) as six:
-        done = six.publish(FIRST, 1, identity=identity(**tokenizer))
-        good, *others = six.servers
+    with bench(*kinds) as seven:
+        done = seven.publish(FIRST, 1, identity=identity(**tokenizer))
+        good, *others = seven.servers
         assert done.failed.keys() == {other.address for other in others}
         for other, name in zip(others, wrong, strict=True):
             assert f"its {name} is" in done.failed[other.address]
         assert done.seen.keys() == {good.address}
-        assert all(six.engine(number).version is None for number in range(1, 6))
-        assert not any(map(six.paused, range(1, 6)))  # they may be other trainers'
-        six.clients[0].server.identity = identity(**tokenizer | wrong["model"])
-        done = six.publish(SECOND, 2, [good], identity=identity(**tokenizer))  # another came there
-        assert "its model is" in done.failed[good.address] and six.engine(0).version == 1
+        assert all(seven.engine(number).version is None for number in range(1, 7))
+        assert not any(map(seven.paused, range(1, 7)))  # they may be other trainers'
+        seven.clients[0].server.identity = identity(**tokenizer | wrong["model"])
+        done = seven.publish(
+            SECOND, 2, [good], identity=identity(**tokenizer)
+        )  # another came there
+        assert "its model is" in done.failed[good.address] and seven.engine(0).version == 1
         same_notes = {**GLM, "transformers_version": "5", "use_cache": False}
         assert identity(config=same_notes) == identity()
         assert difference(identity(), identity(**tokenizer)) is None  # it has none itself

@@ -44,7 +44,13 @@ from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
 from tests.helpers.tiny import CONFIG, tiny_plan
-from tests.helpers.vllm_pair import drafting_weights, with_drafts
+from tests.helpers.vllm_pair import (
+    NEEDS_AMX,
+    drafting_weights,
+    random_weights,
+    wide_enough,
+    with_drafts,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -283,5 +289,36 @@ def test_server_that_drafts_equals_transformers(tmp_path: Path):
                 own = torch.from_numpy(answer.routes[:, layer].astype("int64"))
                 wanted = chosen.view(len(tokens), -1)[:-1]
                 assert torch.equal(own.sort(-1).values, wanted.sort(-1).values)
+    finally:
+        served.close()
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason=NEEDS_AMX)
+def test_server_that_quantizes_refuses_a_trainer_without_quantization(tmp_path: Path):
+    """And is near the model that it quantizes, through its cache as well (`canary`)."""
+    config = wide_enough(tmp_path, "tiny")
+    model = (f"model.config={config}/config.json", f"model.tokenizer={CONFIGS}/tiny")
+    model = (*model, "rollout.dtype=bfloat16")
+    served = Served(tmp_path, *model, "rollout.quantization=fp8")
+    hf = HFEngine(config)
+    try:
+        served.answers()
+        plain = tiny_plan(f"run={tmp_path}/plain", *model)
+        weights = dict(random_weights(hf, 1))
+        with pytest.raises(AssertionError, match="its quantization is 'fp8', expected 'none'"):
+            served.publish_tensors(weights, 1, identity=identity_of(plain))
+        for version in (1, 2):
+            weights = dict(random_weights(hf, version))
+            hf.load_weights(weights.items(), version)
+            done = served.publish_tensors(weights, version)
+            assert len(done.seen) == 1
+            context = tuple(range(3, 36))
+            answer = served.generate(Request(f"r{version}", context, 12, salt=str(version)))
+            tokens = torch.tensor((*context, *answer.token_ids))
+            with torch.no_grad():
+                logits = hf.model(tokens[None]).logits[0, len(context) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, tokens[len(context) :, None])[:, 0]
+            gap = (torch.tensor(answer.logprobs) - expected).abs().median()
+            assert 0 < gap < 0.4, gap
     finally:
         served.close()
