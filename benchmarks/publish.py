@@ -14,7 +14,7 @@ is what one sender writes over the rate of one socket, which is measured first. 
 of all of it is in the lab book, next to the results.
 
 ``--host`` needs no ranks: the processor time of a tensor, whatever its size, which the plan counts
-in a weight sync (`TENSOR_SECONDS`).
+in a weight sync (`TENSOR_SECONDS`, `LOAD_SECONDS`).
 
 ``--changes`` needs no ranks either: how much of bfloat16 weights a step of AdamW changes, and one
 sender's sync with one engine, of everything and of what changed (`rollout.delta_sync`).
@@ -30,12 +30,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, timedelta
 from importlib.util import find_spec
 from itertools import cycle
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ from pyrl_ext.ops.digest import DigestLog
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.buckets import buckets_of
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.parameters import loaded_tensors
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.rollout.remote.changes import SentBuckets, apply_changes, changes_between
 from pyrl_ext.rollout.remote.weight_protocol import UpdateInfo
@@ -84,6 +86,7 @@ TIMES = 3.0  # bar: as fast as this, load included
 SERVERS = 2
 TURNS = 7
 HOST_TURNS = 5
+HOST_EXPERTS = (32, 128)  # of a layer, of the two models
 RATES = (1e-6, 3e-6, 1e-5)  # learning rates
 WEIGHT_STD = 0.02
 MATRICES = 32
@@ -411,10 +414,21 @@ def show_changes(matrices: int) -> None:
     )
 
 
-def measure_host(engine: str) -> list[str]:
-    """Processor time of one process for a tensor, where tensors are small [us]."""
+class HostTime(NamedTuple):
+    """Processor time of one process for a weight sync of small tensors [s]."""
+
+    tensors: int
+    loaded: int
+    """Tensors that the engine's loader gets: vLLM's, of each kind of expert one for a layer."""
+    gather: float
+    digests: float
+    load: float
+
+
+def measure_host(engine: str, experts: int) -> HostTime:
+    """A model with so many experts in each of its layers."""
     with tempfile.TemporaryDirectory() as folder:
-        config = write_config(folder, hf_config("tiny") | MANY)
+        config = write_config(folder, hf_config("tiny") | MANY | {"n_routed_experts": experts})
         plan = compile_plan(TINY, (config, *COMMON, f"rollout.engine={engine}"))
         with topology.start(plan) as topo, closing(build_engine(plan, topo.device)) as built:
             policy = Policy.build(plan, topo, trainable=False)
@@ -427,11 +441,27 @@ def measure_host(engine: str) -> list[str]:
             seconds = {
                 name: min(_used(run) for _ in range(HOST_TURNS)) for name, run in runs.items()
             }
-    each = {name: 1e6 * spent / len(held) for name, spent in seconds.items()}
-    python = each["gather"] + each["load"]
-    if engine == "vllm":
-        python -= each["digests"]
-    return [engine, f"{len(held)}", *(f"{us:.0f}" for us in (*each.values(), python))]
+    return HostTime(len(held), loaded_tensors(plan), **seconds)
+
+
+def host_row(engine: str) -> list[str]:
+    """What a tensor costs that is sent, from two models that load equally many; then what one costs
+    that vLLM loads."""
+    # vLLM cannot start again in a process whose process groups have ended
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as process:
+        few, many = process.map(measure_host, [engine] * 2, HOST_EXPERTS)
+    more = many.tensors - few.tensors
+    digests = (many.digests - few.digests) / more
+    gather = (many.gather - few.gather) / more
+    sent = (many.load - few.load) / more
+    if engine == "vllm":  # its load takes digests, the embedded engine's none
+        sent -= digests
+    shown = [f"{1e6 * us:.0f}" for us in (gather, digests, sent, gather + sent)]
+    if engine == "hf":
+        return [engine, f"{many.tensors}", *shown, ""]
+    left = few.load - few.tensors * (sent + digests)
+    return [engine, f"{many.tensors}", *shown, f"{1e6 * left / few.loaded:.0f} ({few.loaded})"]
 
 
 def _digest(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -449,13 +479,15 @@ def _used(run: Callable[[], None]) -> float:
 
 def show_host() -> None:
     engines = ["vllm"] if find_spec("vllm") else []
+    columns = ("gather us", "digests us", "pass on us", "gather and pass on us")
     show(
-        ("engine", "tensors", "gather us", "digests us", "load us", "gather and load us"),
-        [measure_host(engine) for engine in ("hf", *engines)],
-        width=120,
+        ("engine", "tensors", *columns, "load us (tensors)"),
+        [host_row(engine) for engine in ("hf", *engines)],
+        width=130,
         title=f"publish: processor time of a tensor, one core of {device_name('cpu')}, {now()}",
-        caption="vLLM's load takes the digests, of which a GPU computes many in one launch; the "
-        f"last column is without them. Least of {HOST_TURNS} turns, small tensors",
+        caption="Of one more tensor in a sync, without its digest, of which a GPU computes many in "
+        "one launch; the embedded engine copies it. Last: of one that vLLM's loader gets, the "
+        f"experts of a layer being three. Least of {HOST_TURNS} turns, small tensors",
     )
 
 

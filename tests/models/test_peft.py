@@ -78,7 +78,8 @@ def test_an_adapter_is_the_same_in_peft(name, tmp_path):
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         theirs = PeftModel.from_pretrained(model, folder).eval()
     assert (ours - base).abs().max() > 0.05
-    torch.testing.assert_close(ours, exact_logprobs(theirs, batch), atol=1e-5, rtol=0)
+    # processors round float32 differently: up to 1.0014e-5 was seen, with AMX
+    torch.testing.assert_close(ours, exact_logprobs(theirs, batch), atol=2e-5, rtol=0)
     theirs.save_pretrained(tmp_path / "again")
     assert plan.lora is not None
     table = adapters_of(started.llm).table

@@ -512,6 +512,11 @@ def test_step_time_counts_the_tensors_of_a_weight_sync():
     tables = glm47(awake, "model.freeze=[lm_head.weight, model.embed_tokens.weight]")
     assert amounts(tables, "publish")["tensors"] == 9489
     assert amounts(glm47(awake, "model.freeze=[model.layers.*]"), "publish")["tensors"] == 3
+    # vLLM loads gate, up and down projections of all 64 experts of a layer at once
+    loaded = 9491 - 46 * 3 * 63
+    assert amounts(glm47(), "publish")["load tensors"] == loaded
+    assert amounts(glm47("model.mtp=true", DRAFTS), "publish")["load tensors"] == loaded + 210 - 189
+    assert "load tensors" not in amounts(glm47("rollout.engine=hf"), "publish")
 
 
 def test_step_time_has_a_bubble_that_interleaving_shrinks():

@@ -257,6 +257,19 @@ def published(plan: Plan) -> Published:
     return total
 
 
+def loaded_tensors(plan: Plan) -> int:
+    """Tensors that the engine's loader gets in every weight sync but the first: vLLM's gets the
+    experts of a layer as one tensor of each kind (`ExpertStacks`)."""
+    sizes = plan.sizes
+    sent = published(plan).tensors
+    if plan.rollout.engine != "vllm" or plan.lora_publish == "adapter" or not sizes.router_layers:
+        return sent
+    every = sizes.num_tensors + plan.draft_layers * sizes.num_mtp_tensors
+    layers = len(sizes.router_layers) + plan.draft_layers
+    together = layers * sizes.mlp_matrices * (sizes.num_experts - 1)
+    return round(sent * (every - together) / every)
+
+
 def _unchanged(plan: Plan) -> Published:
     """Frozen weights that a weight sync leaves out after the first one."""
     table = plan.sizes.weights(plan.draft_layers)

@@ -20,6 +20,7 @@ from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.muon import ITERATIONS, MORE_BYTES, muon_flops, muon_parameters
 from pyrl_ext.plan.forecast.parameters import (
     copies,
+    loaded_tensors,
     optimizer_parameters,
     published,
     rank_parameters,
@@ -34,8 +35,10 @@ from pyrl_ext.plan.model.hardware import BROADCAST, TCP, Gpu, gpu_of, group_rate
 from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.plan.plan import Plan
 
-# of Python for a tensor of a weight sync, to gather and to load it [s]: `benchmarks.publish --host`
-TENSOR_SECONDS = 115e-6
+# of Python in a weight sync [s], for a tensor that is sent and for one that vLLM loads:
+# `benchmarks.publish --host` on a Xeon with AMX, as hosts of H100 and H200 have
+TENSOR_SECONDS = 20e-6
+LOAD_SECONDS = 400e-6
 STEPPING = ("optimizer", "orthogonal updates", "gather weights")
 """Costs of an update that need the optimizer's state, or follow its step."""
 
@@ -154,8 +157,12 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     missing = max(0.0, total / plan.rollout.senders - held)
     gathered = Spent.at("gather weights", width * missing, "ring", peak)
     yield gathered
-    why = f"{1e6 * TENSOR_SECONDS:g} us of Python to gather and load each, on a slow core"
+    why = f"{1e6 * TENSOR_SECONDS:g} us of Python to gather and pass on each"
     yield Spent("tensors", sent.tensors, "tensor", TENSOR_SECONDS * sent.tensors, why)
+    if plan.rollout.engine == "vllm":
+        loaded = loaded_tensors(plan)
+        why = f"{1e6 * LOAD_SECONDS:g} us of Python in vLLM's loader, experts of a kind together"
+        yield Spent("load tensors", loaded, "tensor", LOAD_SECONDS * loaded, why)
     taken = total * plan.engine_bytes / plan.rollout.tp
     if plan.remote_engines:
         yield _sent_to_servers(plan, gpu, width * total, gathered.seconds)
