@@ -28,7 +28,7 @@ from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import lora, passes
 from tests.helpers.deadline import DEADLINE
-from tests.helpers.models import LLAMA, MIXTRAL, QWEN2
+from tests.helpers.models import LLAMA, MINIMAX, MIXTRAL, QWEN2
 from tests.helpers.nccl_rules import mark
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
@@ -80,6 +80,7 @@ LORA = ("lora.rank=4", "lora.expert_rank=8", "lora.alpha=8")
 SHARED = ("lora.experts=shared_outer",)
 LATENT = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj"
 WITH_GATE = f"[{LATENT}, gate_proj, up_proj, down_proj, gate]"
+MINIMAX_4 = MINIMAX | {"num_key_value_heads": 4}
 KIMI_4 = KIMI_VL | {"text_config": KIMI_VL["text_config"] | {"num_hidden_layers": 4}}
 KIMI_MTP = KIMI_4 | {"text_config": KIMI_4["text_config"] | {"num_nextn_predict_layers": 1}}
 MODELS = {
@@ -126,6 +127,8 @@ MODELS = {
     "mixtral": Model("tiny_qwen3", overrides=("model.family=mixtral",), instead=MIXTRAL),
     # biases of query, key and value
     "qwen2": Model("tiny_qwen3", overrides=("model.family=qwen2", "replay=off"), instead=QWEN2),
+    # norms over all heads, which tensor-parallel ranks split
+    "minimax": Model("tiny_qwen3", overrides=("model.family=minimax_m2", BIAS), instead=MINIMAX_4),
     # matrices stepped by Muon
     "glm muon": Model("tiny", overrides=(BIAS, *MUON)),
     "qwen muon": Model("tiny_qwen3", overrides=MUON),
@@ -231,6 +234,7 @@ LAYOUTS = {
         *_layouts("tp2\ncp2\npp2 vpp2", "llama", "qwen2"),
         *_layouts("tp2 ep2 etp1\ncp2\npp2 first:1\ndp2 ep2 dynamic:2", "mixtral"),
         *_layouts("tp2 ep2 etp1\npp2 first:1", "mixtral lora"),
+        *_layouts("tp2\ncp2\npp2 first:1\ndp2 ep2\ntp2 ep2 etp1 recompute:full", "minimax"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES, MAMBA),
         *_layouts("tp2\ncp2 recompute:full\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", MAMBA),
         *_layouts("tp2 ep2 etp1\npp2 layout:Ett|t|ttt|ttL vpp2", MAMBA),
@@ -262,6 +266,7 @@ LAYOUTS = {
         *_layouts("pp2 vpp2 cp2 recompute:full", *BOTH),
         *_layouts("pp4 first:1 last:1\npp4 layout:Ett|t|tt|tL", *MIXED),
         *_layouts("tp2 cp2\npp2 cp2", "glm mtp"),
+        *_layouts("tp4 etp1\ntp2 cp2\ntp2 pp2 first:1", "minimax"),
         *_layouts("pp4 layout:Et|tt|tm|L", "glm mtp"),
         *_layouts("tp2 pp2", "glm mtp 2"),
         *_layouts("tp4\ntp2 pp2\ntp2 cp2\ndp2 pp2 ep2\ntp2 dp2 ep2\ntp4 etp1", *WITH_LORA),

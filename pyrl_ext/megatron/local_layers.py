@@ -83,9 +83,14 @@ class TurnedAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         found: Any = super().get_query_key_value_tensors(*args, **kwargs)
         query, key, *more = found  # values, and gates of the output
+        query, key = self._normed(query, key)
         turns = self.rotary.turns(self._packed)
         query, key = rotary(query.squeeze(1), key.squeeze(1), turns)
         return query[:, None], key[:, None], *more
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys before they are turned; megatron has normalized each head."""
+        return query, key
 
 
 class GatedAttention(TurnedAttention):

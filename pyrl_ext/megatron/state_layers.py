@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from pyrl_ext.megatron.local_layers import RMSNorm
+from pyrl_ext.megatron.normed_attention import NormedAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, gated_delta_rule, ssd_scan
 from pyrl_ext.parallel.topology import RankCoords
@@ -32,8 +33,8 @@ EPSILON = 1e-6
 
 def put_kinds(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
     """Give the layers of megatron's block spec the blocks of their kind: a mixer that carries a
-    state where they have one, attention without positions where heads have none, and nothing in the
-    place of a block that they have not.
+    state where they have one, attention without positions where heads have none or with norms over
+    all heads, and nothing in the place of a block that they have not.
 
     Args:
         layers: 0-based global ids of the block's.
@@ -47,6 +48,9 @@ def put_kinds(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
         elif kind.mixer and not sizes.rotary_width:
             plain = replace(spec.submodules.self_attention, module=SelfAttention)
             changes["self_attention"] = plain
+        elif sizes.normalizes_all_heads:
+            normed = replace(spec.submodules.self_attention, module=NormedAttention)
+            changes["self_attention"] = normed
         if kind.mixer is None:
             changes |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp}
             changes["self_attn_bda"] = IdentityFuncOp

@@ -57,6 +57,7 @@ VARIATIONS = {
     "llama, tied": ("llama31_8b", {"tie_word_embeddings": True}),
     "qwen2, tied": ("qwen25_7b", {"tie_word_embeddings": True}),
     "wide heads": ("mixtral_8x7b", {"head_dim": 160}),
+    "norms over all of wide heads": ("minimax_m2", {"head_dim": 160, "num_key_value_heads": 12}),
 }
 LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "deepseek_v3": ("first_k_dense_replace", "rope_scaling", "norm_topk_prob"),
@@ -67,6 +68,7 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "llama31_8b": ("num_key_value_heads", "rope_scaling", "mlp_bias"),
     "mixtral_8x7b": ("num_key_value_heads", "rope_theta"),
     "qwen25_7b": ("num_key_value_heads", "rope_theta", "sliding_window"),
+    "minimax_m2": ("head_dim", "num_key_value_heads", "rope_theta", "rotary_dim"),
 }
 FEWER = {"num_hidden_layers": 4}
 COUNTED = (
@@ -137,6 +139,8 @@ SMOLLM = without(LLAMA, "rope_scaling") | {"tie_word_embeddings": True, "rope_th
 SMOLLM |= {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72}
 MIXTRAL = MODELS["mixtral_8x7b"] | SMALL | {"num_hidden_layers": 3, "intermediate_size": 40}
 QWEN2 = MODELS["qwen25_7b"] | SMALL
+MINIMAX = MODELS["minimax_m2"] | SMALL | {"num_hidden_layers": 3, "intermediate_size": 40}
+MINIMAX |= {"num_local_experts": 12, "num_experts_per_tok": 4, "head_dim": 20, "rotary_dim": 12}
 TRAINED = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, yarn by its defaults": DEEPSEEK
@@ -158,6 +162,11 @@ TRAINED = {
     "llama, as SmolLM2": SMOLLM,
     "llama, a key/value head each": without(LLAMA, "num_key_value_heads"),
     "mixtral": MIXTRAL,
+    "minimax_m2": MINIMAX,
+    "minimax_m2, three heads a group": MINIMAX
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 28},
+    "minimax_m2, as transformers saves it": without(MINIMAX, "rotary_dim", "rope_theta")
+    | {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.4}},
     "qwen2": QWEN2,
     "qwen2, tied, three heads a group": QWEN2
     | {"num_attention_heads": 6, "hidden_size": 72, "tie_word_embeddings": True},

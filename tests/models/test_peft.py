@@ -21,6 +21,7 @@ from tests.helpers.models import (
     GLM,
     HF,
     LLAMA,
+    MINIMAX,
     MIXTRAL,
     MOONLIGHT,
     QWEN2,
@@ -44,6 +45,7 @@ CASES = {  # model, overrides
     "Qwen3-8B": (QWEN3_SMALL, ()),
     "Llama": (LLAMA, ()),
     "Qwen2": (QWEN2, ()),
+    "MiniMax-M2": (MINIMAX, ("lora.expert_rank=8",)),
     "Mixtral": (MIXTRAL, ("lora.expert_rank=8",)),
     "Mixtral, shared": (MIXTRAL, ("lora.experts=shared_outer",)),
 }

@@ -30,6 +30,7 @@ REPOSITORIES = {
     "glm47": "zai-org/GLM-4.7-Flash",
     "glm47_355b": "zai-org/GLM-4.7",
     "llama31_8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "minimax_m2": "MiniMaxAI/MiniMax-M2",
     "mixtral_8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
     "nemotron3_nano": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
@@ -58,7 +59,8 @@ def saved_by_transformers(name: str) -> dict[str, Stored]:
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=torch.bfloat16)
     model.tie_weights()
-    exact = tuple(model._keep_in_fp32_modules_strict)  # from_pretrained loads these so
+    # from_pretrained loads these so; of minimax_m2's biases it says nothing
+    exact = (*model._keep_in_fp32_modules_strict, "e_score_correction_bias")
     tensors = revert_weight_conversion(model, model.state_dict())
     found = {}
     for key, tensor in tensors.items():

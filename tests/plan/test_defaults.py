@@ -48,7 +48,12 @@ def test_compile_plan_takes_a_model_from_one_folder(folder: Path):
 
 @pytest.mark.parametrize(
     ("sizes", "family"),
-    [("llama31_8b", "llama"), ("mixtral_8x7b", "mixtral"), ("qwen25_7b", "qwen2")],
+    [
+        ("llama31_8b", "llama"),
+        ("mixtral_8x7b", "mixtral"),
+        ("qwen25_7b", "qwen2"),
+        ("minimax_m2", "minimax_m2"),
+    ],
 )
 def test_compile_plan_takes_families_from_a_folder(folder: Path, sizes: str, family: str):
     (folder / "model/config.json").write_text(json.dumps(hf_of(sizes)))
@@ -60,7 +65,7 @@ def test_compile_plan_names_the_nearest_family_of_a_folder(folder: Path):
     for changes, nearest in (
         ({"model_type": "mistral"}, "llama"),
         ({"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
-        ({"model_type": "minimax_m2", "num_local_experts": 256}, "mixtral"),
+        ({"model_type": "phimoe", "num_local_experts": 16}, "mixtral"),
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, "deepseek_v3"),
     ):
         (folder / "model/config.json").write_text(json.dumps(hf_of("llama31_8b") | changes))

@@ -23,7 +23,8 @@ from pyrl_ext.plan.model.hardware import memory_limit
 from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
-from tests.helpers.configs import REPOSITORY
+from tests.helpers.configs import REPOSITORY, write_sizes
+from tests.helpers.models import MINIMAX
 from tests.helpers.plan_pages import glm47
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
@@ -382,6 +383,17 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
         held = {n: sum(x.nbytes for x in each) for n, each in tensors_of(policy).items()}
         held["activations"] = saved.peak
         return {name: (memory.bytes_of(name), size) for name, size in held.items()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_stage_memory_predicts_what_norms_over_all_heads_save(tmp_path: Path, recompute: str):
+    as_trained()
+    hf = MINIMAX | {"head_dim": 128, "rotary_dim": 64}  # most that is saved
+    config = (write_sizes(tmp_path, hf), "model.family=minimax_m2", "replay=off")
+    plan = tiny_plan(*config, *SHORT, f"model.recompute={recompute}", config=QWEN3)
+    for name, (predicted, measured) in of_an_update(plan).items():
+        off = 0.06 if name == "activations" else 0
+        assert predicted == pytest.approx(measured, rel=off), name
 
 
 def test_stage_memory_predicts_what_every_rank_holds():

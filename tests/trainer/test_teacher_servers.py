@@ -307,10 +307,10 @@ def test_the_plan_shows_where_the_teacher_is():
 def test_servers_may_have_a_model_that_is_not_built_here(tmp_path: Path):
     teachers.write_dense(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "minimax_m2"}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
     plan = plan_with(tmp_path, "teacher.servers=[http://gpu-17:8000]")
     assert not plan.teacher_plans and plan.teacher_folders == {str(tmp_path): str(tmp_path)}
-    with pytest.raises(ConfigError, match="model_type is 'minimax_m2', expected one of"):
+    with pytest.raises(ConfigError, match="model_type is 'olmo2', expected one of"):
         plan_with(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match="No such file or directory"):

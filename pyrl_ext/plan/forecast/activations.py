@@ -125,10 +125,15 @@ def _own_keys(plan: Plan, heads: Heads) -> float:
 
 
 def _norms_of_heads(plan: Plan, heads: Heads) -> int:
-    """The norms of queries and keys, head by head."""
-    if not (isinstance(plan.sizes, GroupedQuery) and plan.sizes.has_qk_norm):
-        return 0
+    """The norms of queries and keys, head by head or over all heads."""
+    sizes = plan.sizes
     every = heads.query + heads.key + heads.value  # one product makes them
+    if sizes.normalizes_all_heads:  # of copies; what saves the values keeps the product for them
+        product = _saves_values_in_place(plan) or "core_attn" in plan.recomputed_modules
+        kept = plan.weight_bytes * every if product else 0
+        return kept + _norm(plan, heads.query) + _norm(plan, heads.key)
+    if not (isinstance(sizes, GroupedQuery) and sizes.has_qk_norm):
+        return 0
     more_heads = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
     return _norm(plan, heads.query) + _norm(plan, every) + more_heads
 
@@ -144,6 +149,12 @@ def takes_equal_shapes(plan: Plan) -> bool:
     return plan.device == "cpu" or plan.model.dtype == "float32"
 
 
+def _saves_values_in_place(plan: Plan) -> bool:
+    """True if core attention reads values in the product that made them, without a copy."""
+    cp = plan.parallel.dynamic_cp or plan.parallel.cp
+    return not takes_equal_shapes(plan) and cp == 1 and not isinstance(plan.sizes, Latent)
+
+
 def _core(plan: Plan, heads: Heads) -> float:
     """Queries, keys, values and output as the kernel reads them, its log-sum-exps, and gathered
     latents from which keys are made."""
@@ -153,7 +164,7 @@ def _core(plan: Plan, heads: Heads) -> float:
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
     seen = 1 if cp == 1 else cp + 0.5
     value = max(heads.key, heads.value)  # a narrower value is padded
-    if not takes_equal_shapes(plan) and cp == 1 and not isinstance(plan.sizes, Latent):
+    if _saves_values_in_place(plan):
         value = _own_value(plan, heads)
     kept = width * (heads.query + seen * (heads.key + value)) + 4 * heads.number
     if takes_equal_shapes(plan):

@@ -63,6 +63,8 @@ def _grouped_query(sizes: GroupedQuery) -> Parameters:
     split = hidden * width * (inputs + heads)
     if sizes.has_qk_norm:
         whole += 2 * width
+    if sizes.normalizes_all_heads:
+        split += width * (heads + sizes.num_key_value_heads)
     if sizes.attention_bias:
         whole += hidden if sizes.has_output_bias else 0
         split += width * inputs

@@ -8,6 +8,7 @@ from typing import Any
 from pyrl_ext.plan.model.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from pyrl_ext.plan.model.families.glm4_moe import Glm4Moe
 from pyrl_ext.plan.model.families.llama import Llama, Mixtral
+from pyrl_ext.plan.model.families.minimax_m2 import MiniMaxM2
 from pyrl_ext.plan.model.families.nemotron_h import NemotronH
 from pyrl_ext.plan.model.families.qwen2 import Qwen2
 from pyrl_ext.plan.model.families.qwen3 import Qwen3, Qwen3Moe, Qwen3VlMoe
@@ -26,6 +27,7 @@ FAMILIES: dict[str, type[ModelSizes]] = {
     "glm4_moe_lite": Glm4MoeLite,
     "kimi_k25": KimiK25,
     "llama": Llama,
+    "minimax_m2": MiniMaxM2,
     "mixtral": Mixtral,
     "nemotron_h": NemotronH,
     "qwen2": Qwen2,

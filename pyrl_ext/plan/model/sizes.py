@@ -98,6 +98,8 @@ class ModelSizes(BaseModel, ABC):
     """Matrices of an MLP or expert: gate, up and down; 2 without a gate."""
     has_output_gate: ClassVar[bool] = False
     """True if attention's output is gated by as many more outputs of the query projection."""
+    normalizes_all_heads: ClassVar[bool] = False
+    """True if a token's queries are normalized over all heads together, and so are its keys."""
     has_shared_expert_gate: ClassVar[bool] = False
     """True if a number of each token scales the output of the shared expert."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})

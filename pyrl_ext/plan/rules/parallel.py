@@ -9,6 +9,8 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
     ROW_BYTES,
     Found,
+    choice,
+    divisors,
     in_config,
     indivisible,
     rule,
@@ -24,6 +26,18 @@ def the_model_splits_over_tp(plan: Plan) -> Found:
     wholes = {"num_attention_heads": sizes.num_attention_heads, **states} | sizes.tp_widths
     heads = unfit_for_heads(plan, plan.parallel.tp, "a key/value head is whole on a rank")
     return filter(None, (indivisible(plan.parallel.tp, wholes, why, in_config(plan)), heads))
+
+
+@rule("parallel.tp")
+def norms_over_all_heads_have_each_head_once(plan: Plan) -> Found:
+    sizes = plan.sizes
+    groups = sizes.query_groups
+    if sizes.normalizes_all_heads and groups and plan.parallel.tp > groups:
+        return (
+            f"{plan.parallel.tp} above num_key_value_heads {groups} {in_config(plan)}, expected at "
+            f"most {groups}; ranks that share a key head would count it more than once in the norm "
+            f"over all of them. Use {choice(divisors(groups))}"
+        )
 
 
 @rule("parallel.tp")

@@ -60,6 +60,15 @@ def te_needs_a_gpu(plan: Plan) -> Found:
         return "te with device cpu, expected device cuda; its kernels run on GPUs only. Use local"
 
 
+@rule("model.backend")
+def te_has_no_norms_over_all_heads(plan: Plan) -> Found:
+    if plan.model.backend == "te" and plan.sizes.normalizes_all_heads:
+        return (
+            f"te with model.family {plan.model.family}, expected local; norms of queries and keys "
+            "over all heads are built for local alone. Use local"
+        )
+
+
 @rule("model.te_attention")
 def te_attention_is_transformer_engines(plan: Plan) -> Found:
     if plan.model.te_attention and plan.model.backend != "te":

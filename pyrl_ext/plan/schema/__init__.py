@@ -45,7 +45,7 @@ class Model(Section):
     family: Literal[
         "glm4_moe_lite", "glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3", "qwen3_vl_moe",
         "kimi_k25", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-        "nemotron_h", "llama", "mixtral", "qwen2",
+        "nemotron_h", "llama", "mixtral", "qwen2", "minimax_m2",
     ]  # fmt: skip
     """architecture, HF's model_type; a class in plan/model/families/"""
     path: Folder | None = None

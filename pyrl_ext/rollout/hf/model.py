@@ -69,6 +69,7 @@ def build_model(
         )
     model.tie_weights()  # skipped along with the initialization
     unbound_steps(model)
+    keep_router_biases(model)
     return model.eval().requires_grad_(False)
 
 
@@ -79,6 +80,14 @@ def unbound_steps(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+
+
+def keep_router_biases(model: PreTrainedModel) -> None:
+    """Keep the biases that choose experts in float32, as checkpoints and the trainer have them.
+    transformers does not for MiniMax-M2, and rounding moves experts."""
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.data = bias.data.float()
 
 
 class RoutedModel:

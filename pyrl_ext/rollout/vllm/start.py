@@ -13,18 +13,23 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.parallel.groups import group_name
+from pyrl_ext.plan.model.family import read_sizes
 from pyrl_ext.rollout.vllm import cpu
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
 
-def unwritten(given: dict[str, Any]) -> dict[str, str]:
-    """Fields that vLLM needs and that transformers does not write, because its DeepSeek-V3 has
-    only one kind of router."""
-    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    is_v3 = given["model_type"] == "deepseek_v3"
-    return {name: value for name, value in needed.items() if is_v3 and name not in given}
+def unwritten(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields that vLLM needs and that transformers does not write, because its DeepSeek-V3 and its
+    MiniMax-M2 have only one kind of router, and the latter one name for what is rotated."""
+    needed: dict[str, Any] = {}
+    if given["model_type"] == "deepseek_v3":
+        needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    elif given["model_type"] == "minimax_m2":
+        rotated = read_sizes(given).rotary_width
+        needed = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": rotated}
+    return {name: value for name, value in needed.items() if name not in given}
 
 
 def start(interpreted: bool, **arguments: Any) -> LLMEngine:

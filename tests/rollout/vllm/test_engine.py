@@ -459,13 +459,19 @@ QWEN2 = {name: value for name, value in DENSE.items() if name != "head_dim"} | {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 128,  # heads of 32
 }
-OTHERS = [DEEPSEEK, GLM, DENSE, LLAMA, MIXTRAL, QWEN2]
+MINIMAX = DENSE | {
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "partial_rotary_factor": 0.5},
+    "tie_word_embeddings": False,
+}
+OTHERS = [DEEPSEEK, GLM, DENSE, LLAMA, MIXTRAL, QWEN2, MINIMAX]
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda c: c["model_type"])
 def test_generate_equals_transformers_for_other_families(config: dict[str, Any], tmp_path: Path):
-    """Groups of experts, a stretched rotary, biases, rotary of half a head, no experts at all; with
-    what transformers writes in a config.json."""
+    """Groups of experts, a stretched rotary, biases, rotary of half a head, norms over all heads,
+    no experts at all; with what transformers writes in a config.json."""
     CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert "topk_method" not in written and "scoring_func" not in written

@@ -1,4 +1,4 @@
-"""vLLM's process groups among those of the trainer's ranks; needs no vLLM."""
+"""vLLM's process groups among those of the trainer's ranks, and its configs; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
 
 from pyrl_ext.rollout.vllm import cpu
-from pyrl_ext.rollout.vllm.start import world_of
+from pyrl_ext.rollout.vllm.start import unwritten, world_of
+from tests.helpers.configs import hf_of
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -24,6 +26,16 @@ def test_expand_writes_the_value_of_a_request_to_each_of_its_drafted_tokens():
     assert written.tolist() == [0.5, 2.0, 2.0, 2.0]
     cpu._expand(written, torch.tensor([0.0, 2.0]), torch.tensor([3, 4], dtype=torch.int32), 0, 1)
     assert written.tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_unwritten_has_what_the_config_of_transformers_lacks():
+    """MiniMax-M2's published config has what vLLM reads, that of transformers' class does not."""
+    published = hf_of("minimax_m2")
+    assert unwritten(published) == {}
+    written = CONFIG_MAPPING["minimax_m2"]().to_dict()
+    written["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    needed = ("use_routing_bias", "scoring_func", "rotary_dim")
+    assert unwritten(written) == {name: published[name] for name in needed}
 
 
 def sum_over(group: Any) -> float:
