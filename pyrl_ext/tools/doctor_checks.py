@@ -144,11 +144,12 @@ def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
     """Keys of remote engines and of Weights & Biases."""
     if plan.addresses and "error" not in facts["torch"]:
         from pyrl_ext.rollout.remote.auth import server_keys  # imports torch
+        from pyrl_ext.rollout.remote.commands import keys_folder
 
         problem = None
         try:
             for address in plan.addresses:
-                server_keys(plan.rollout.keys, urlsplit(address).hostname or "")
+                server_keys(keys_folder(plan), urlsplit(address).hostname or "")
         except ValueError as error:
             problem = str(error)
         yield Check("rollout.keys", f"{plan.rollout.keys or 'none'}", problem)

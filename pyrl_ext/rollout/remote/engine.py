@@ -26,6 +26,7 @@ from pyrl_ext.rollout.engine import (
 )
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.commands import keys_folder
 from pyrl_ext.rollout.remote.model import ServedModel
 from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
@@ -322,7 +323,7 @@ def build_servers_engine(
     """
     rollout = plan.rollout
     model = ServedModel.of(plan)
-    keys = Keys.read(rollout.keys)
+    keys = Keys.read(keys_folder(plan))
     silence = rollout.request_timeout
     background = rollout.syncs_weights_in_background
     return ServersEngine(
