@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.auth import Guard, Keys
 from pyrl_ext.rollout.remote.protocol import Answer, Request
 
 LAYERS = 4
@@ -67,7 +67,7 @@ class HttpEngine:
     def __init__(self, keys: Keys | None = None):
         self.version = 1
         self.seconds = 0.0
-        self.keys = keys or Keys()
+        self.guard = Guard(keys or Keys())
         self.stops: int | None = None
         self.silent = False
         self.hangs_after: int | None = None
@@ -130,6 +130,7 @@ class HttpEngine:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._control)
+        app.on_response_prepare.append(self._prove)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -149,7 +150,7 @@ class HttpEngine:
         return web.Response(text=f'vllm:generation_tokens_total{{a="0"}} {self.generated}\n')
 
     async def _control(self, request: web.Request) -> web.Response:
-        if not self._knows(request, self.keys.control):
+        if not self._knows(request):
             return web.json_response({"error": "Unauthorized"}, status=401)
         self.controls[request.path] += 1
         if request.path == "/pause":
@@ -167,11 +168,14 @@ class HttpEngine:
             await asyncio.sleep(1000)
         return web.json_response({"success": True})
 
-    def _knows(self, request: web.Request, key: str | None) -> bool:
-        return key is None or request.headers.get("Authorization") == f"Bearer {key}"
+    def _knows(self, request: web.Request) -> bool:
+        return self.guard.role(request.headers, self.port) == "control"
+
+    async def _prove(self, request: web.Request, reply: web.StreamResponse) -> None:
+        reply.headers.update(self.guard.proof(request.headers, self.port))
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        if not self._knows(http, self.keys.control):
+        if not self._knows(http):
             return web.json_response({"error": "Unauthorized"}, status=401)
         asked = Request.from_json(await http.read())
         if self.status is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.auth import Guard, Keys
 from pyrl_ext.rollout.remote.embedded import EmbeddedServer
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, Request
 
@@ -90,7 +90,7 @@ async def served(
     server = kind(engine, max_tokens)
     listening = socket.create_server(("127.0.0.1", 0))
     host, port = listening.getsockname()
-    async with server.listens(listening, keys):
+    async with server.listens(listening, Guard(keys)):
         server.worker.start()
         async with aiohttp.ClientSession() as http:
             yield Client(http, f"http://{host}:{port}", server)
@@ -102,12 +102,13 @@ def running(
     engine: HFEngine,
     max_tokens: int = 100,
     kind: Callable[[HFEngine, int], EmbeddedServer] = EmbeddedServer,
+    keys: Keys = NO_KEYS,
 ) -> Iterator[Client]:
     """`served`, with its loop in another thread, for tests that are not asynchronous."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    context = served(engine, max_tokens, kind=kind)
+    context = served(engine, max_tokens, keys, kind)
     try:
         yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
     finally:

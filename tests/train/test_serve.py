@@ -189,6 +189,7 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     (command,) = commands_of(plan, (), None)
     words = shlex.split(str(command))
     assert words[0] == "env" and f"PYRL_SERVER_KEYS={tmp_path}" in words
+    assert "PYRL_SERVER_ADDRESS=http://127.0.0.1:8100" in words
     given = dict(zip(command.arguments, command.arguments[1:]))
     assert given["--middleware"] == "pyrl_ext.rollout.remote.auth.Auth"
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import asynccontextmanager, suppress
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -58,7 +60,7 @@ class Server:
 
     Args:
         address: http://host:port
-        keys: that it asks for
+        keys: that it asks for; they are not sent, see `auth`
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
         patience: longest time in which a call is made again, since the network is cut [s]
@@ -77,6 +79,8 @@ class Server:
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
     _watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    _number: str | None = field(default=None, repr=False)  # of its process; None: not proven
+    _proving: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     @property
     def reason(self) -> str | None:
@@ -88,6 +92,7 @@ class Server:
         if self.failure is not None:
             return
         self.failure = ServerFailed(reason, keeps)
+        self._number = None  # another program may take its port
         for flight in self._flights:
             if flight.task is not None:
                 flight.task.cancel()
@@ -172,26 +177,83 @@ class Server:
     async def _reply(
         self, method: str, path: str, body: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The reply to a call, which is made again while the network is cut."""
-        async with await reached_soon(
-            lambda: self._call(method, path, body), self.patience
-        ) as reply:
-            yield reply
+        """The reply to a call, which is made again while the network is cut, and once if another
+        process of the server got it, which did nothing.
 
-    def _call(self, method: str, path: str, body: Any) -> Awaitable[aiohttp.ClientResponse]:
+        Raises: ServerFailed for a server that does not prove that it knows the key.
+        """
+        _, needed = auth.TABLE.get(path.partition("?")[0], ("", "control"))
+        key = None if needed == "nobody" else self.keys.control
+        try:
+            for is_last in (False, True):
+                number = None if key is None else await self._proven()
+                async with await self._ask(method, path, body, number) as reply:
+                    if reply.status == 401 and self._number != number and not is_last:
+                        continue
+                    yield reply
+                    return
+        except GONE:
+            self._number = None  # another program may take its port
+            raise
+
+    async def _proven(self) -> str:
+        """The number of the server's process, which has proved that it knows the key.
+
+        Raises: ServerFailed, or what a call raises.
+        """
+        async with self._proving:
+            if self._number is None:
+                try:
+                    (await self._ask("GET", protocol.HEALTH, limit=self.silence)).close()
+                except aiohttp.SocketTimeoutError:
+                    raise ServerFailed(
+                        f"{self.address}{protocol.HEALTH}: no answer within {self.silence:g} s"
+                    ) from None
+            assert self._number is not None  # `_ask`
+            return self._number
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        number: str | None = None,
+        limit: float | None = None,
+    ) -> aiohttp.ClientResponse:
+        """The reply to a call, from a server that knows the key.
+
+        Args:
+            number: of the server's process, which may get a token; None: it gets none
+            limit: longest time without a byte [s]
+        """
         if self._session is None:
             # servers close connections without a request, or after an error, and do not say so
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, read_bufsize=protocol.MAX_BODY
+                connector=connector, read_bufsize=protocol.MAX_BODY
             )
-        _, needed = auth.TABLE.get(path.partition("?")[0], ("", "control"))
-        # the control key also for requests: a server gives its holder a place before others
-        key = None if needed == "nobody" else self.keys.control
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        session = self._session
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=limit)
+        key = self.keys.control
+        host = urlsplit(self.address).netloc.lower()
+        challenge = secrets.token_hex(32)
+        headers = {} if key is None else {"Host": host, auth.CHALLENGE: challenge}
+        if key is not None and number is not None:
+            headers["Authorization"] = auth.token_of(key, host, number)
         url = self.address + path
-        return self._session.request(method, url, headers=headers, json=body, allow_redirects=False)
+        reply = await reached_soon(
+            lambda: session.request(
+                method, url, headers=headers, json=body, allow_redirects=False, timeout=timeout
+            ),
+            self.patience,
+        )
+        if key is not None:
+            header = reply.headers.get(auth.PROOF, "")
+            self._number = auth.proven_number(key, host, challenge, header)
+            if self._number is None:
+                with closing(reply):
+                    raise ServerFailed(await _unproven(reply))
+        return reply
 
     async def _fetch(self, method: str, path: str, body: Any, timeout: float) -> bytes:
         """The body of an answer. Raises: ServerFailed for another status than 200."""
@@ -242,6 +304,26 @@ class Server:
                     reason = f"no token for {limit:g} s, after {count} of a request"
                     self.fail(f"{self.address}{protocol.GENERATE}: {reason}", keeps=True)
                     break
+
+
+async def _unproven(reply: aiohttp.ClientResponse) -> str:
+    """The message that an answer lacks its proof, or has a wrong one."""
+    text = ""
+    if reply.status != 200:
+        text = f" {(await reply.content.read(SHOWN)).decode(errors='replace')}"
+    if auth.PROOF in reply.headers:
+        found = "with a wrong proof that it knows the control key"
+        advice = "It has other keys than rollout.keys, or another program answers for it"
+    else:
+        found = "without a proof that it knows the control key"
+        advice = (
+            "Another program answers there, or the engine was started without rollout.keys or by "
+            "an older version of this package. Start the engine again with both"
+        )
+    return (
+        f"{reply.url}: {reply.status}{text} {found}, expected the header {auth.PROOF}; no key was "
+        f"sent. {advice}"
+    )
 
 
 def _gone(where: str, error: Exception) -> ServerFailed:

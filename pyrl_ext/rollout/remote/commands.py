@@ -140,6 +140,7 @@ def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str]
     environment = {
         "PYRL_SERVED": "1",
         auth.KEYS_VARIABLE: keys_folder(plan) or "",
+        auth.ADDRESS_VARIABLE: address,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -60,16 +60,16 @@ class EmbeddedServer:
         self.jobs: set[Job] = set()
         self.holder = Holder()
         self._updates = asyncio.Lock()
-        self._keys = auth.Keys()
+        self._guard = auth.Guard(auth.Keys())
         self._asking = WeakSet[asyncio.BaseTransport]()
         self._recent: dict[str, deque[asyncio.BaseTransport]] = {}
 
-    def application(self, keys: auth.Keys) -> web.Application:
+    def application(self, guard: auth.Guard) -> web.Application:
         """The server, which asks for keys."""
-        self._keys = keys
+        self._guard = guard
         app = web.Application(
             client_max_size=protocol.MAX_BODY,
-            middlewares=[_noting(self._asking), _authorized(keys), _errors],
+            middlewares=[_noting(self._asking), _authorized(guard), _errors],
         )
         handlers: dict[str, Handler] = {
             protocol.HEALTH: self.health,
@@ -86,14 +86,19 @@ class EmbeddedServer:
         }
         for path, handler in handlers.items():
             app.router.add_route(auth.TABLE[path][0], path, handler)
+
+        async def prove(http: web.Request, reply: web.StreamResponse) -> None:
+            reply.headers.update(guard.proof(http.headers, _port(http)))
+
+        app.on_response_prepare.append(prove)
         return app
 
     @asynccontextmanager
-    async def listens(self, listening: socket.socket, keys: auth.Keys) -> AsyncGenerator[None]:
+    async def listens(self, listening: socket.socket, guard: auth.Guard) -> AsyncGenerator[None]:
         """Serves at a socket. Connections that do not ask for anything are closed, since a process
         has a limit of open files and anybody may connect."""
         runner = web.AppRunner(
-            self.application(keys),
+            self.application(guard),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=1,
@@ -145,7 +150,7 @@ class EmbeddedServer:
         """Answers one request; a client that goes away aborts it."""
         request = Request.from_json(await http.read())
         loop = asyncio.get_running_loop()
-        is_trainers = self._keys.role(http.headers.get("Authorization", "")) == "control"
+        is_trainers = self._guard.role(http.headers, _port(http)) == "control"
         adding = loop.create_task(self.worker.call(self.worker.add, request, loop, is_trainers))
         try:
             job = await asyncio.shield(adding)
@@ -315,11 +320,17 @@ def _noting(asking: WeakSet[asyncio.BaseTransport]) -> Any:
     return noted
 
 
-def _authorized(keys: auth.Keys) -> Any:
+def _port(http: web.Request) -> int:
+    """The port of a request's connection, at this end; 0: the client left."""
+    name = None if http.transport is None else http.transport.get_extra_info("sockname")
+    return name[1] if name else 0
+
+
+def _authorized(guard: auth.Guard) -> Any:
     @web.middleware
     async def authorized(http: web.Request, handler: Handler) -> web.StreamResponse:
         path = http.raw_path.partition("?")[0]
-        refused = auth.refusal(keys, http.method, path, http.headers)
+        refused = guard.refusal(http.method, path, http.headers, _port(http))
         if refused is None:
             return await handler(http)
         return web.Response(status=refused[0], body=auth.refusal_body(*refused))
@@ -347,11 +358,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return web.Response(status=status, body=auth.refusal_body(status, reason), headers=later)
 
 
-async def serve(server: EmbeddedServer, listening: socket.socket, keys: auth.Keys) -> None:
+async def serve(server: EmbeddedServer, listening: socket.socket, guard: auth.Guard) -> None:
     """Serve until SIGTERM or SIGINT; prints the address once it does."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    async with server.listens(listening, keys):
+    async with server.listens(listening, guard):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         server.worker.start()
@@ -378,7 +389,9 @@ def main() -> int:
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
     server = EmbeddedServer(engine, max_tokens(plan), identity_of(plan))
-    asyncio.run(serve(server, listening, keys))
+    address = f"http://{options.host}:{options.port}"
+    guard = auth.Guard(keys, address if address in plan.addresses else None)
+    asyncio.run(serve(server, listening, guard))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote import auth, protocol
-from pyrl_ext.rollout.remote.auth import TABLE, Auth, Keys, server_keys
+from pyrl_ext.rollout.remote.auth import TABLE, Auth, Guard, Keys, server_keys
 from pyrl_ext.rollout.remote.protocol import GENERATE, HEALTH
 from tests.helpers.engines import GLM, checkpoint, random_model
 from tests.helpers.guarded import CALLERS, ODD, SECRETS, expected, key_folder, raw_call
@@ -38,6 +39,11 @@ async def test_server_answers_every_path_and_caller_as_the_table_says(tmp_path: 
 
 def asgi(path: str, caller: str, **scope: Any) -> int:
     """The status of one call through the ASGI middleware; the application behind it answers 200."""
+    return asgi_answer(path, caller, **scope)["status"]
+
+
+def asgi_answer(path: str, caller: str, guard: Auth | None = None, **scope: Any) -> dict[str, Any]:
+    """The head of an answer, as for `asgi`."""
     sent: list[dict[str, Any]] = []
     body = json.dumps({"method": "weight_digests"}).encode()
     messages = [{"type": "http.request", "body": body[:9], "more_body": True}]
@@ -68,8 +74,10 @@ def asgi(path: str, caller: str, **scope: Any) -> int:
         "headers": headers,
         "server": ("127.0.0.1", 8000),
     } | scope
-    asyncio.run(Auth(application)(scope, receive, send))
-    return sent[0]["status"]
+    guard = guard or Auth(application)
+    guard.app = application
+    asyncio.run(guard(scope, receive, send))
+    return sent[0]
 
 
 @pytest.fixture
@@ -93,6 +101,78 @@ def test_asgi_auth_refuses_spellings_methods_and_browsers(keys: None):
     assert asgi(GENERATE, "generate", type="websocket") == 403
     key = (b"authorization", f"Bearer {SECRETS['generate']}".encode())
     assert asgi(GENERATE, "generate", headers=[key, (b"origin", b"http://x")]) == 403
+
+
+CHALLENGED = "0123456789abcdef" * 4
+# Host header of a call, to a server with and without an address -> status
+CALLED = {
+    "gpu-17:8000": (200, 200),
+    "GPU-17:8000": (200, 200),
+    "gpu-18:8000": (421, 200),
+    "gpu-17:8001": (421, 421),
+    "gpu-17": (421, 421),
+    "": (421, 421),
+}
+
+
+@pytest.mark.parametrize("address", ["http://gpu-17:8000", None])
+def test_asgi_auth_proves_that_it_knows_the_key(
+    keys: None, monkeypatch: pytest.MonkeyPatch, address: str | None
+):
+    """Compared with an HMAC that is written out here."""
+    if address is not None:
+        monkeypatch.setenv(auth.ADDRESS_VARIABLE, address)
+    guard = Auth(None)  # type: ignore[arg-type]
+    control = SECRETS["control"].encode()
+    numbers = set[str]()
+    for host, statuses in CALLED.items():
+        headers = [(b"host", host.encode()), (b"pyrl-challenge", CHALLENGED.encode())]
+        answer = asgi_answer(HEALTH, "nobody", guard, headers=headers)
+        status = statuses[address is None]
+        assert answer["status"] == status, host
+        proof = dict(answer["headers"]).get(b"pyrl-proof", b"").decode()
+        if status != 200:
+            assert proof == "", host
+            continue
+        number, _, given = proof.partition(" ")
+        numbers.add(number)
+        text = f"pyrl_ext\nproof\n{host.lower()}\n{CHALLENGED}\n{number}"
+        assert given == hmac.new(control, text.encode(), "sha256").hexdigest()
+        text = f"pyrl_ext\ntoken\n{host.lower()}\n{number}"
+        token = hmac.new(control, text.encode(), "sha256").hexdigest()
+        for value, expected_status in ((token, 200), (given, 401), (number, 401)):
+            header = (b"authorization", f"Bearer {value}".encode())
+            headers = [(b"host", host.encode()), header]
+            answer = asgi_answer(protocol.PAUSE, "nobody", guard, headers=headers)
+            assert answer["status"] == expected_status
+        headers = [(b"host", b"gpu-19:8000"), (b"authorization", f"Bearer {token}".encode())]
+        assert asgi_answer(protocol.PAUSE, "nobody", guard, headers=headers)["status"] >= 400
+    assert len(numbers) == 1 and len(numbers.pop()) == 64
+
+
+def test_asgi_auth_proves_itself_in_each_answer(keys: None):
+    host = (b"host", b"gpu-17:8000")
+    for path, challenge, status in (
+        (GENERATE, CHALLENGED, 401),
+        ("/invocations", CHALLENGED, 401),
+        (HEALTH, CHALLENGED[1:], 400),
+        (HEALTH, CHALLENGED.upper(), 400),
+    ):
+        headers = [host, (b"pyrl-challenge", challenge.encode())]
+        answer = asgi_answer(path, "nobody", headers=headers)
+        assert answer["status"] == status
+        assert (b"pyrl-proof" in dict(answer["headers"])) == (status == 401)
+
+
+def test_asgi_auth_serves_no_other_name_to_who_has_no_key(
+    keys: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Where it knows its address."""
+    monkeypatch.setenv(auth.ADDRESS_VARIABLE, "http://gpu-17:8000")
+    for host, status in (("gpu-17:80", 200), ("10.0.0.1", 200), ("evil.example:8000", 403)):
+        assert asgi(HEALTH, "nobody", headers=[(b"host", host.encode())]) == status
+        key = (b"authorization", f"Bearer {SECRETS['generate']}".encode())
+        assert asgi(protocol.METRICS, "nobody", headers=[(b"host", host.encode()), key]) == 200
 
 
 def test_asgi_auth_without_keys_serves_loopback_alone(monkeypatch: pytest.MonkeyPatch):
@@ -119,7 +199,7 @@ def test_without_keys_no_other_name_of_a_host_is_served(path: str, monkeypatch: 
         assert status == (200 if serves else 403), host
     keys = Keys("g" * 32, "c" * 32)
     headers = {"host": "gpu-17:8000", "authorization": f"Bearer {keys.control}"}
-    assert auth.refusal(keys, TABLE[path][0], path, headers) is None
+    assert Guard(keys).refusal(TABLE[path][0], path, headers, 8000) is None
 
 
 async def test_a_server_without_keys_refuses_a_foreign_host():

@@ -166,7 +166,7 @@ async def test_control_reads_the_body():
     assert engine.controls["/pause"] == 1
 
 
-async def test_keys_are_read_from_files_and_sent(tmp_path: Path):
+async def test_keys_are_read_from_files_and_open_a_server(tmp_path: Path):
     for name in ("generate", "control"):
         (tmp_path / name).touch(mode=0o600)
         (tmp_path / name).write_text(f"{name}-{'0' * 32}\n")
@@ -177,10 +177,11 @@ async def test_keys_are_read_from_files_and_sent(tmp_path: Path):
             await right.generate(request_of(1), Partial(request_of(1)))
             await right.control("/pause")
         async with client(engine, keys=Keys(keys.control, keys.generate)) as wrong:
-            with pytest.raises(ServerFailed, match="401"):
+            with pytest.raises(ServerFailed, match="/health: 200 with a wrong proof"):
                 await wrong.generate(request_of(1), Partial(request_of(1)))
-            with pytest.raises(ServerFailed, match="401"):
+            with pytest.raises(ServerFailed, match="/health: 200 with a wrong proof"):
                 await wrong.control("/pause")
+        assert len(engine.asked) == 1 and engine.controls["/pause"] == 1
     (tmp_path / "control").unlink()
     with pytest.raises(ValueError, match=r"rollout.keys: .*control, .*expected a file with a key"):
         Keys.read(tmp_path)
