@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import ssl
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, RemoteDisconnected
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, RemoteDisconnected
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -45,10 +46,20 @@ class Absence:
     is_taken: bool = False
 
 
-def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
-    """Why no engine answers at http://host:port; None: one does. Proxies are not used."""
+def absence_at(
+    address: str, timeout: float = ANSWER_S, tls: ssl.SSLContext | None = None
+) -> Absence | None:
+    """Why no engine answers at an address; None: one does. Proxies are not used.
+
+    Args:
+        address: http://host:port, or https:// with ``tls``
+    """
     url = urlsplit(address)
-    connection = HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout)
+    place = url.hostname or "", url.port or 80
+    if tls is None:
+        connection = HTTPConnection(*place, timeout=timeout)
+    else:
+        connection = HTTPSConnection(*place, timeout=timeout, context=tls)
     try:
         connection.request("GET", HEALTH)
         reply = connection.getresponse()
@@ -72,11 +83,21 @@ def absence_at(address: str, timeout: float = ANSWER_S) -> Absence | None:
 
 def _reason_of(error: OSError) -> str:
     """Why there is no connection, in a few words."""
+    if isinstance(error, ssl.SSLError):
+        return tls_fault(error)
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, socket.gaierror):
         return f"{error.strerror}".lower()
     return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def tls_fault(error: ssl.SSLError) -> str:
+    """Why a connection to an engine by TLS failed."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        fault = error.verify_message.rstrip(".")
+        return f"{fault}, expected one that rollout.tls.ca signed for the name that is called"
+    return f"TLS: {error.reason or error}, expected an engine that was started with rollout.tls"
 
 
 def _taken(address: str, found: str) -> Absence:

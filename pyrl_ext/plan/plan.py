@@ -79,6 +79,7 @@ FREE_ON_RESUME = (
     "rollout.launch",
     "rollout.min_servers",
     "rollout.keys",
+    "rollout.tls",
     "lora.publish",
     "rollout.request_timeout",
     "rollout.publish_timeout",
@@ -376,7 +377,9 @@ class Plan(Config):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the remote engines: as given, or of those that `launch` starts."""
-        return (*self.rollout.servers, *self.rollout.launch.addresses(self.rollout.tp))
+        rollout = self.rollout
+        scheme = "http" if rollout.tls is None else "https"
+        return (*rollout.servers, *rollout.launch.addresses(rollout.tp, scheme))
 
     @property
     def num_engines(self) -> int:

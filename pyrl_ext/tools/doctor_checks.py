@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def check_plan(plan: Plan, facts: Facts, features: Sequence[Feature]) -> list[Ch
     checks += _keys(plan, facts)
     if plan.world_size > 1 and "RANK" not in os.environ:
         checks.append(_rendezvous())
-    checks += [_engine(address, plan.source) for address in plan.addresses]
+    checks += _engines(plan, facts)
     return checks
 
 
@@ -140,6 +141,25 @@ def checkpoint_bytes(plan: Plan) -> int:
     return trained * 12 + weight * (saved + copies * every)  # 12: its weights and two moments
 
 
+def _engines(plan: Plan, facts: Facts) -> Iterator[Check]:
+    """Files of TLS, and who answers at the addresses of engines."""
+    tls = None
+    if plan.rollout.tls is not None:
+        if "error" in facts["torch"]:
+            return
+        from pyrl_ext.rollout.remote.tls import certificate_of, trust_of  # imports torch
+
+        try:
+            certificate_of(plan)
+            tls = trust_of(plan)
+        except ValueError as error:
+            yield Check("rollout.tls", "not read", str(error))
+            return
+        yield Check("rollout.tls", plan.rollout.tls.cert)
+    for address in plan.addresses:
+        yield _engine(address, plan.source, tls)
+
+
 def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
     """Keys of remote engines and of Weights & Biases."""
     if plan.addresses and "error" not in facts["torch"]:
@@ -176,9 +196,9 @@ def _rendezvous() -> Check:
     return Check(name, result, f"{result}, expected a free one. Change MASTER_PORT")
 
 
-def _engine(address: str, source: str) -> Check:
+def _engine(address: str, source: str, tls: ssl.SSLContext | None) -> Check:
     name = f"engine {address}"
-    absence = absence_at(address)
+    absence = absence_at(address, tls=tls)
     if absence is None:
         return Check(name, "answers")
     url = urlsplit(address)

@@ -72,7 +72,7 @@ class Watched:
         """
         status = self.process.poll()
         address = self.command.address
-        absence = absence_at(address, PATIENCE) if status is None else None
+        absence = absence_at(address, PATIENCE, self.command.tls) if status is None else None
         if status is None and absence is None:
             if not self.answered:
                 say(f"{address} answers")

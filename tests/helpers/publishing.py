@@ -54,7 +54,8 @@ class Trainer:
         options = {"pause": "abort", "timeout": DEADLINE, "canary": CANARY} | more
         pairs = named.items() if isinstance(named, Mapping) else named
         pairs = cast(Iterable[tuple[str, Tensor]], pairs)
-        part = {n: options.pop(n) for n in ("only", "base", "broadcast", "sent") if n in options}
+        names = ("only", "base", "broadcast", "sent", "certificate")
+        part = {name: options.pop(name) for name in names if name in options}
         shapes = options.pop("shapes", self.shapes)
         weights = Weights(pairs, version, shapes, bucket_bytes=1 << 16, **part)
         given = self.servers if servers is None else servers

@@ -125,7 +125,7 @@ class ServerProcess:
         if not self._address:
             with open(self.said.fileno(), encoding="utf-8", closefd=False) as lines:
                 self._address = lines.readline().strip()
-            assert self._address.startswith("http://"), self._address
+            assert self._address.startswith("http"), self._address
         return self._address
 
     def signal(self, number: signal.Signals) -> None:

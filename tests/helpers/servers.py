@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +18,12 @@ from pyrl_ext.rollout.remote.embedded import EmbeddedServer
 from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, Request
 
 NO_KEYS = Keys()
+
+
+def free_port() -> int:
+    """A port of loopback for a server that starts soon."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
 
 
 class Gate:
@@ -85,15 +92,17 @@ async def served(
     max_tokens: int = 100,
     keys: Keys = NO_KEYS,
     kind: Callable[[HFEngine, int], EmbeddedServer] = EmbeddedServer,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Client]:
-    """The engine behind HTTP, on a port that the kernel chooses."""
+    """The engine behind HTTP, or HTTPS, on a port that the kernel chooses."""
     server = kind(engine, max_tokens)
     listening = socket.create_server(("127.0.0.1", 0))
     host, port = listening.getsockname()
-    async with server.listens(listening, Guard(keys)):
+    async with server.listens(listening, Guard(keys), tls):
         server.worker.start()
         async with aiohttp.ClientSession() as http:
-            yield Client(http, f"http://{host}:{port}", server)
+            scheme = "http" if tls is None else "https"
+            yield Client(http, f"{scheme}://{host}:{port}", server)
         server.worker.stop()
 
 
@@ -103,12 +112,13 @@ def running(
     max_tokens: int = 100,
     kind: Callable[[HFEngine, int], EmbeddedServer] = EmbeddedServer,
     keys: Keys = NO_KEYS,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Client]:
     """`served`, with its loop in another thread, for tests that are not asynchronous."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    context = served(engine, max_tokens, keys, kind)
+    context = served(engine, max_tokens, keys, kind, tls)
     try:
         yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
     finally:

@@ -21,8 +21,10 @@ from pyrl_ext.plan.forecast.parameters import trained_of_stage
 from pyrl_ext.plan.model.counts import parameters as count_of
 from pyrl_ext.tools.doctor import Facts, features, main, read_facts
 from pyrl_ext.tools.doctor_checks import check_plan, checkpoint_bytes
+from tests.helpers.certificates import Authority
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
+from tests.helpers.servers import free_port
 from tests.helpers.tiny import CONFIG, tiny_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -267,3 +269,17 @@ def test_checks_want_keys_for_what_needs_them(
     assert found["key of wandb"].startswith("no WANDB_API_KEY")
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert "key of wandb" not in problems(tiny_plan(*keys), here)
+
+
+def test_checks_read_the_files_of_tls(here: Facts, tmp_path: Path):
+    authority = Authority(tmp_path / "ca")
+    pair = authority.sign("engine", "IP:127.0.0.1")
+    address = f"https://127.0.0.1:{free_port()}"
+    plan = tiny_plan(f"rollout.servers=[{address}]", *authority.options(pair))
+    found = problems(plan, here)
+    assert "rollout.tls" not in found
+    assert found[f"engine {address}"].startswith("connection refused, expected an engine")
+    Path(pair.key).chmod(0o644)
+    found = problems(plan, here)
+    assert "rollout.tls.key: " in found["rollout.tls"] and "chmod 600" in found["rollout.tls"]
+    assert f"engine {address}" not in found

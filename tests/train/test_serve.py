@@ -18,8 +18,10 @@ import pytest
 from pyrl_ext.parallel.open_files import none_free
 from pyrl_ext.rollout.remote.commands import Command, commands_of
 from pyrl_ext.train import serve
+from tests.helpers.certificates import Authority
 from tests.helpers.deadline import until
 from tests.helpers.guarded import key_folder
+from tests.helpers.servers import free_port
 from tests.helpers.tiny import CONFIG, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
@@ -30,11 +32,6 @@ LAUNCH = (
     "rollout.launch.port=8100",
 )
 SERVE = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return door.getsockname()[1]
 
 
 def test_serve_starts_an_engine_again_and_ends_all_of_them(tmp_path: Path):
@@ -200,6 +197,25 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
         given = dict(zip(command.arguments, command.arguments[1:]))
         assert int(given["--max-num-seqs"]) == one.max_num_seqs == expected
     assert not re.search("[gc]{32}", str(command))
+
+
+def test_commands_have_tls(tmp_path: Path):
+    authority = Authority(tmp_path / "ca")
+    pair = authority.sign("engine", "IP:127.0.0.1")
+    tls = authority.options(pair)
+    address = "https://127.0.0.1:8100"
+    for engine in ("vllm", "hf"):
+        plan = tiny_plan(f"rollout.servers=[{address}]", *tls, f"rollout.engine={engine}")
+        (command,) = commands_of(plan, (), None)
+        assert command.address == address and command.tls is not None
+        given = dict(zip(command.arguments, command.arguments[1:]))
+        asked = [given.get(f"--ssl-{name}") for name in ("certfile", "keyfile")]
+        assert asked == ([pair.cert, pair.key] if engine == "vllm" else [None, None])
+    launched = tiny_plan("rollout.launch.hosts=[127.0.0.1]", "rollout.launch.gpus=1", *tls)
+    assert launched.addresses == ("https://127.0.0.1:8000",)
+    Path(pair.key).chmod(0o644)
+    with pytest.raises(ValueError, match=r"rollout\.tls\.key: .* has mode 0644"):
+        commands_of(plan, (), None)
 
 
 def failing_engine(folder: Path) -> serve.Watched:

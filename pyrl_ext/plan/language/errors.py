@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pyrl_ext.plan.language.fields import section_of
+from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.synonyms import meant
 from pyrl_ext.plan.schema import Config
 
@@ -197,7 +197,7 @@ def show(value: object) -> str:
     """`value` as it would be written, shortened."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
-    text = repr(value)
+    text = repr(value.model_dump() if isinstance(value, Section) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -12,13 +12,14 @@ from pyrl_ext.plan.model.units import size
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 
-LOOPBACK = re.compile(r"http://(localhost|127\.\d+\.\d+\.\d+):\d+")
+LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
 # Keys that only remote engines read; keys that need rollout.ahead of at least 1.
 REMOTE_ONLY = (
     "min_servers",
     "senders",
     "delta_sync",
     "keys",
+    "tls",
     "request_timeout",
     "publish_timeout",
     "pause",
@@ -116,12 +117,18 @@ def remote_engines_have_addresses(plan: Plan) -> Found:
     key = "servers" if plan.rollout.servers else "launch"
     for problem in address_problems(plan.addresses, "engine"):
         yield key, problem
-    if secure := [each for each in plan.rollout.servers if each.startswith("https:")]:
+    secure = plan.rollout.tls is not None
+    wrong = [each for each in plan.rollout.servers if each.startswith("https:") != secure]
+    if wrong and secure:
         yield (
             "servers",
-            f"{secure[0]}, expected http://host:port; engines speak HTTP without TLS, and take "
-            "weights over further connections, which it would not cover. Use a private network or "
-            "a tunnel between the hosts",
+            f"{wrong[0]} with rollout.tls, expected https://host:port; engines speak HTTPS then",
+        )
+    elif wrong:
+        yield (
+            "servers",
+            f"{wrong[0]} without rollout.tls, expected http://host:port, or rollout.tls with the "
+            "files for TLS; without them engines speak HTTP, and weights are not encrypted",
         )
     others = [each for each in plan.addresses if not LOOPBACK.fullmatch(each)]
     if others and plan.rollout.keys is None:
@@ -163,6 +170,11 @@ def one_rank_broadcasts_to_remote_engines(plan: Plan) -> Found:
     rollout = plan.rollout
     if not plan.remote_engines or rollout.transport != "broadcast":
         return
+    if rollout.tls is not None:
+        yield (
+            "transport",
+            "broadcast with rollout.tls, expected auto; gloo and NCCL send weights unencrypted",
+        )
     if rollout.senders > 1:
         yield (
             "senders",

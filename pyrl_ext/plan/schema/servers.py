@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pyrl_ext.plan.language.fields import Positive, Rate, Section, Text
+from pyrl_ext.plan.language.fields import Positive, Rate, RelativePath, Section, Text
 
+File = Annotated[Text, RelativePath()]
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s:@?#]+:[1-9]\d{0,4}$")]
 
 
@@ -21,10 +22,22 @@ class Launch(Section):
     port: Annotated[int, Field(ge=1024, le=65000)] = 8000
     """of the first engine of a host; each further engine takes the next"""
 
-    def addresses(self, tp: int) -> list[str]:
+    def addresses(self, tp: int, scheme: str = "http") -> list[str]:
         """Addresses of the engines of `tp` GPUs each, host by host."""
         ports = range(self.port, self.port + self.gpus // tp)
-        return [f"http://{host}:{port}" for host in self.hosts for port in ports]
+        return [f"{scheme}://{host}:{port}" for host in self.hosts for port in ports]
+
+
+class Tls(Section):
+    """Files for TLS between trainer and engines, in PEM form, relative to this YAML file."""
+
+    ca: File
+    """certificates of the authorities that sign those of the engines"""
+    cert: File
+    """certificate of the host that reads it, with the names or addresses in rollout.servers or
+    rollout.launch"""
+    key: File
+    """its private key"""
 
 
 class Servers(Section):
@@ -49,6 +62,9 @@ class Servers(Section):
     keys: Text | None = None
     """folder with the files generate and control, each a secret that servers require; null: none,
     which only loopback addresses allow"""
+    tls: Tls | None = None
+    """engines speak HTTPS, and weights are encrypted; null: neither, so the network must be
+    private"""
     request_timeout: Rate = 120.0
     """an engine is removed when a request gets no token from it for this long [seconds]"""
     publish_timeout: Rate = 600.0

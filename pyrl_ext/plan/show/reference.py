@@ -36,7 +36,8 @@ def _tables() -> Iterator[str]:
     yield ""
     yield from _table((), {name: each for name, each in fields_of().items() if not fields_of(name)})
     for name in fields_of():
-        for key in ((name,), (name, "<name>"), (name, "<name>", "parallel")):
+        inner = ((name, nested) for nested in fields_of(name))
+        for key in ((name,), *inner, (name, "<name>"), (name, "<name>", "parallel")):
             if fields := fields_of(*key):
                 yield from (f"## {'.'.join(key)}", "", str(kind_at(key).__doc__), "")
                 yield from _table(key, fields)

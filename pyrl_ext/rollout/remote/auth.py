@@ -102,20 +102,25 @@ def read_key(path: Path, where: str, least: int = 1) -> str:
     """
     try:
         text = path.read_text(encoding="ascii").strip()
-        mode = path.stat().st_mode & 0o777
+        require_private(path, where)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {path}, {error}, expected a file with a key") from None
-    if mode & 0o077:
-        raise ValueError(
-            f"{where}: {path} has mode {mode:04o}, which other users can read or change, expected "
-            f"0600. chmod 600 {path}, and make a new key if others may have seen it"
-        )
     if len(text) < least or not text.isprintable() or " " in text:
         raise ValueError(
             f"{where}: {path} has {len(text)} characters, expected at least {least} "
             "printable ones without spaces. Make one with: openssl rand -hex 32"
         )
     return text
+
+
+def require_private(path: Path, where: str) -> None:
+    """Raises: ValueError for a file that others can read, as ssh does; OSError."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ValueError(
+            f"{where}: {path} has mode {mode:04o}, which other users can read or change, expected "
+            f"0600. chmod 600 {path}, and make a new key if others may have seen it"
+        )
 
 
 def server_keys(folder: str | Path | None, host: str) -> Keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from pyrl_ext.parallel.ports import tls_fault
 from pyrl_ext.rollout.remote import auth, protocol
 from pyrl_ext.rollout.remote.auth import Keys
 from pyrl_ext.rollout.remote.cuts import CUT_S, is_cut, reached_soon
@@ -59,11 +61,12 @@ class Server:
     """One engine's server. All methods are for the thread of the event loop.
 
     Args:
-        address: http://host:port
+        address: http://host:port, or https:// with ``tls``
         keys: that it asks for; they are not sent, see `auth`
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
         patience: longest time in which a call is made again, since the network is cut [s]
+        tls: of its connections; None: they are not encrypted
 
     Attributes:
         failure: why the server is not used; None: it is
@@ -74,6 +77,7 @@ class Server:
     keys: Keys = field(default_factory=Keys)
     silence: float = 120.0
     patience: float = CUT_S
+    tls: ssl.SSLContext | None = None
     failure: ServerFailed | None = None
     paused: bool = False
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
@@ -228,7 +232,8 @@ class Server:
         """
         if self._session is None:
             # servers close connections without a request, or after an error, and do not say so
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            secure = True if self.tls is None else self.tls
+            connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=secure)
             self._session = aiohttp.ClientSession(
                 connector=connector, read_bufsize=protocol.MAX_BODY
             )
@@ -336,5 +341,6 @@ def _why(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):  # it names missing bytes and HTTP's 400
         return ""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f", {error.os_error}"
+        cause = error.os_error
+        return f", {tls_fault(cause) if isinstance(cause, ssl.SSLError) else cause}"
     return f", {error!r}"

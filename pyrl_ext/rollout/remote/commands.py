@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.remote import auth
 from pyrl_ext.rollout.remote.canary import LONG, NEW
+from pyrl_ext.rollout.remote.tls import certificate_of, trust_of
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.drafts import drafting
 from pyrl_ext.rollout.vllm.quantization import quantizing
@@ -32,11 +34,13 @@ class Command:
         address: that the trainer calls
         arguments: of the process
         environment: in addition to that of the process that starts it
+        tls: of connections to the engine; None: they are not encrypted
     """
 
     address: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    tls: ssl.SSLContext | None = None
 
     def __str__(self) -> str:
         """Shell-quoted."""
@@ -57,7 +61,8 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
         overrides: of the config, for engines that read it
         host: as addresses name it; None: every host that is this machine
 
-    Raises: ValueError for a host without engines, or an open address without keys.
+    Raises: ValueError for a host without engines, an open address without keys, or files of TLS
+        that cannot be read.
     """
     names = [urlsplit(address).hostname or "" for address in plan.addresses]
     if not names:
@@ -72,6 +77,8 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
             f"{', '.join(dict.fromkeys(names))}. Name it with --host"
         )
     auth.server_keys(keys_folder(plan), names[chosen[0]])
+    certificate_of(plan)
+    tls = trust_of(plan)
     make = _vllm if plan.rollout.engine == "vllm" else _embedded
     commands: list[Command] = []
     for place, number in enumerate(chosen):
@@ -81,7 +88,7 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
         if plan.device == "cuda":
             gpus = range(place * tp, place * tp + tp)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        commands.append(Command(address, tuple(arguments), environment))
+        commands.append(Command(address, tuple(arguments), environment, tls))
     return commands
 
 
@@ -137,6 +144,9 @@ def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str]
         **({"hf_overrides": more} if (more := unwritten(dict(plan.hf))) else {}),
         **({"tokenizer": tokenizer} if tokenizer else {"skip_tokenizer_init": True}),
     }
+    if rollout.tls is not None:
+        options["ssl_certfile"] = plan.resolve(rollout.tls.cert)
+        options["ssl_keyfile"] = plan.resolve(rollout.tls.key)
     environment = {
         "PYRL_SERVED": "1",
         auth.KEYS_VARIABLE: keys_folder(plan) or "",

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -33,8 +34,10 @@ from pyrl_ext.rollout.remote.embedded_worker import Job, TooBusy, Worker, WrongS
 from pyrl_ext.rollout.remote.holder import Holder, Run
 from pyrl_ext.rollout.remote.identity import identity_of
 from pyrl_ext.rollout.remote.protocol import Answer, ProtocolError, Request
+from pyrl_ext.rollout.remote.tls import certificate_of
 from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 
+LOOK_S = 0.5  # between two looks at a connection before its TLS began
 RETRY_S = 5  # after which a client without a place may try again
 HEAD_S = 30.0  # a connection that asks for nothing in this time is closed
 MAX_RECENT = 4096  # connections of a peer, after which the oldest is closed if it was silent
@@ -94,7 +97,9 @@ class EmbeddedServer:
         return app
 
     @asynccontextmanager
-    async def listens(self, listening: socket.socket, guard: auth.Guard) -> AsyncGenerator[None]:
+    async def listens(
+        self, listening: socket.socket, guard: auth.Guard, tls: ssl.SSLContext | None = None
+    ) -> AsyncGenerator[None]:
         """Serves at a socket. Connections that do not ask for anything are closed, since a process
         has a limit of open files and anybody may connect."""
         runner = web.AppRunner(
@@ -110,27 +115,34 @@ class EmbeddedServer:
         def connected() -> asyncio.Protocol:
             assert runner.server is not None  # `setup`
             connection = runner.server()
-            # asyncio gives it its transport in the next round
-            loop.call_soon(loop.call_soon, self._opened, connection)
+            # asyncio gives it its transport in the next round, or once TLS has begun
+            end = 0.0 if tls is None else loop.time() + HEAD_S
+            loop.call_soon(loop.call_soon, self._opened, connection, end)
             return connection
 
-        server = await loop.create_server(connected, sock=listening, backlog=BACKLOG)
+        limit = None if tls is None else HEAD_S
+        server = await loop.create_server(
+            connected, sock=listening, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit
+        )
         try:
             yield
         finally:
             server.close()
             await runner.cleanup()
 
-    def _opened(self, connection: RequestHandler) -> None:
+    def _opened(self, connection: RequestHandler, end: float) -> None:
+        loop = asyncio.get_running_loop()
         transport = connection.transport
         if transport is None:
+            if loop.time() < end:
+                loop.call_later(LOOK_S, self._opened, connection, end)
             return
         peer: str = transport.get_extra_info("peername")[0]
         recent = self._recent.setdefault(peer, deque())
         recent.append(transport)
         if len(recent) > MAX_RECENT:
             self._close_silent(recent.popleft())
-        asyncio.get_running_loop().call_later(HEAD_S, self._in_time, peer, transport)
+        loop.call_later(HEAD_S, self._in_time, peer, transport)
 
     def _in_time(self, peer: str, transport: asyncio.BaseTransport) -> None:
         recent = self._recent.get(peer)
@@ -358,16 +370,21 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return web.Response(status=status, body=auth.refusal_body(status, reason), headers=later)
 
 
-async def serve(server: EmbeddedServer, listening: socket.socket, guard: auth.Guard) -> None:
+async def serve(
+    server: EmbeddedServer,
+    listening: socket.socket,
+    guard: auth.Guard,
+    tls: ssl.SSLContext | None,
+) -> None:
     """Serve until SIGTERM or SIGINT; prints the address once it does."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    async with server.listens(listening, guard):
+    async with server.listens(listening, guard, tls):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         server.worker.start()
         host, port = listening.getsockname()[:2]
-        print(f"http://{host}:{port}", flush=True)
+        print(f"{'http' if tls is None else 'https'}://{host}:{port}", flush=True)
         await ended.wait()
         server.worker.stop()
 
@@ -382,6 +399,7 @@ def main() -> int:
     if PARENT in os.environ:
         end_with(int(os.environ[PARENT]))
     keys = auth.server_keys(keys_folder(plan), options.host)
+    certificate = certificate_of(plan)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     allow_open_files(SERVER_CONNECTIONS)
@@ -389,9 +407,10 @@ def main() -> int:
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
     server = EmbeddedServer(engine, max_tokens(plan), identity_of(plan))
-    address = f"http://{options.host}:{options.port}"
+    tls = None if certificate is None else certificate.context
+    address = f"{'http' if tls is None else 'https'}://{options.host}:{options.port}"
     guard = auth.Guard(keys, address if address in plan.addresses else None)
-    asyncio.run(serve(server, listening, guard))
+    asyncio.run(serve(server, listening, guard, tls))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward
 

@@ -32,6 +32,7 @@ from pyrl_ext.rollout.remote.parts import Parts
 from pyrl_ext.rollout.remote.protocol import RPC, Request
 from pyrl_ext.rollout.remote.router import Router, ServerState
 from pyrl_ext.rollout.remote.stream import Stream
+from pyrl_ext.rollout.remote.tls import trust_of
 from pyrl_ext.rollout.remote.weight_sync import Publisher, WeightSync, release
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Sample, Sampling, Turn, route_dtype
@@ -319,15 +320,16 @@ def build_servers_engine(
     Args:
         thread_group: a second group of the same ranks, for publishes in a thread
 
-    Raises: ValueError, OSError where the plan's keys cannot be read.
+    Raises: ValueError, OSError where the plan's keys or files of TLS cannot be read.
     """
     rollout = plan.rollout
     model = ServedModel.of(plan)
     keys = Keys.read(keys_folder(plan))
+    tls = trust_of(plan)
     silence = rollout.request_timeout
     background = rollout.syncs_weights_in_background
     return ServersEngine(
-        [Server(address, keys, silence=silence) for address in plan.addresses],
+        [Server(address, keys, silence=silence, tls=tls) for address in plan.addresses],
         model,
         Publisher(plan, device),
         max_num_seqs=plan.max_num_seqs,

@@ -313,7 +313,8 @@ class Router:
 
     async def _probe_unused(self) -> None:
         unused = [state for state in self.states if not state.used]
-        asked = (asyncio.to_thread(absence_at, state.server.address) for state in unused)
+        servers = [state.server for state in unused]
+        asked = (asyncio.to_thread(absence_at, each.address, tls=each.tls) for each in servers)
         absences = await asyncio.gather(*asked)
         for state, absence in zip(unused, absences, strict=True):
             state.absence = absence

@@ -5,9 +5,9 @@ Then frames come: buckets of tensors, and an end. A frame is a head of fixed siz
 JSON, and the bytes of its tensors, or of what changed in them since the weight sync before. These
 bytes come over the same connection or by a broadcast. Nothing is pickled. The engine compares a
 description with the tensors that it holds before it allocates memory, so a sender cannot make it
-allocate more than those take in float32, next to the bytes that it kept. Bytes are neither
-encrypted nor signed: the digest of each bucket and its description finds faults, not forgery, so
-the network has to be private.
+allocate more than those take in float32, next to the bytes that it kept. Bytes are encrypted with
+``rollout.tls`` only. Without it the network has to be private: the digest of each bucket and its
+description finds faults, not forgery.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pyrl_ext.rollout.remote.changes import CHANGE_BYTES, apply_changes
 from pyrl_ext.rollout.remote.protocol import first_fault
 
 NO_BASE = "they do not fit what the engine holds"  # in the reason of engines that need all bytes
-MAGIC = b"pyrl weights 6\r\n"
+MAGIC = b"pyrl weights 7\r\n"
 KEY_BYTES = 32
 HELLO = struct.Struct(f"<{len(MAGIC)}sI{KEY_BYTES}s")  # magic, number of the engine, key
 HEAD = struct.Struct("<IQ")  # size of the description, size of the tensors [bytes]
@@ -82,12 +82,15 @@ class SenderAddress(Message):
         rank: of the trainer
         host, port: where it waits
         key: that only this rank and this engine know, in hexadecimal digits
+        certificate: digest of the certificate by which the rank is known, see `Certificate`; None:
+            bytes are not encrypted
     """
 
     rank: int
     host: str
     port: Port
     key: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+    certificate: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
 
 class BroadcastRoute(Message):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.remote.broadcast import Broadcast, gone
 from pyrl_ext.rollout.remote.cuts import CUT_S, reached
+from pyrl_ext.rollout.remote.tls import secured, shut
 from pyrl_ext.rollout.remote.weight_protocol import (
     BROADCAST_SHARE,
     CONNECT_TIMEOUT_S,
@@ -157,7 +158,7 @@ def _receive(
             failed.append(TransferError(f"{_reason(error, info)}; from {place}, at {names[-1]}"))
             for connection in connections:  # the first is the cause: the others end by it
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    shut(connection)
 
     with ThreadPoolExecutor(len(info.senders)) as pool:
         list(pool.map(take, info.senders))
@@ -215,7 +216,16 @@ def _connected(
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection
+    if sender.certificate is None:
+        return connection
+    try:
+        encrypted = secured(connection, sender.certificate)
+    except OSError as error:
+        connection.close()
+        raise TransferError(f"{NO_CONNECTION} by TLS ({error}), expected all bytes") from error
+    require(encrypted is not None, "a sender with another certificate", "the trainer's")
+    assert encrypted is not None
+    return encrypted
 
 
 def _read(connection: socket.socket, view: memoryview) -> None:

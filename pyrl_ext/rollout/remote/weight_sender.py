@@ -32,6 +32,7 @@ from pyrl_ext.parallel.external_groups import listening, own_address
 from pyrl_ext.rollout.remote.broadcast import BROKEN, Broadcast, gone
 from pyrl_ext.rollout.remote.changes import Changes, SentBuckets
 from pyrl_ext.rollout.remote.cuts import CUT_S, reached
+from pyrl_ext.rollout.remote.tls import Certificate, shut
 from pyrl_ext.rollout.remote.weight_protocol import (
     BROADCAST_SHARE,
     CHUNK,
@@ -87,7 +88,7 @@ class EngineLink:
         self.met.set()
         if self.socket is not None:
             with suppress(OSError):  # not closed: a write may be waiting for it
-                self.socket.shutdown(socket.SHUT_RDWR)
+                shut(self.socket)
 
     def send(self, frame: bytes, bucket: Bucket | None = None, data: Tensor | None = None) -> None:
         """Send a frame, and the bytes or changes of a bucket; an error is the engine's failure."""
@@ -142,6 +143,7 @@ class Transfer:
         broadcast: all engines get the bytes at once
         sent: copies of what this rank sent before, which are replaced; None: it keeps none
         delta: all engines hold what ``sent`` holds, so changes of it are enough
+        certificate: of this host; bytes to engines are encrypted, not those of a broadcast
 
     Attributes:
         saved_bytes: number of bytes that all engines together got before
@@ -159,7 +161,9 @@ class Transfer:
         broadcast: bool = False,
         sent: SentBuckets | None = None,
         delta: bool = False,
+        certificate: Certificate | None = None,
     ):
+        assert certificate is None or not broadcast  # a rule of the plan
         self.saved_bytes = 0
         self.version = version
         self.limit = limit
@@ -179,6 +183,7 @@ class Transfer:
         self._number = 0
         self._copies = sent
         self._delta = delta
+        self._certificate = certificate
 
     def open(self, rank: int = 0) -> list[Way]:
         """Listen for the engines.
@@ -203,7 +208,10 @@ class Transfer:
         ways: list[Way] = []
         for link, route in zip(self._links, routes, strict=True):
             port = self._doors[link.host].getsockname()[1]
-            sender = SenderAddress(rank=rank, host=link.host, port=port, key=link.key)
+            digest = None if self._certificate is None else self._certificate.digest
+            sender = SenderAddress(
+                rank=rank, host=link.host, port=port, key=link.key, certificate=digest
+            )
             ways.append(Way(sender, route))
         return ways
 
@@ -355,7 +363,9 @@ class Transfer:
         with suppress(OSError):
             connection.settimeout(CONNECT_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = connection.recv(HELLO.size, socket.MSG_WAITALL)
+            if self._certificate is not None:
+                connection = self._certificate.context.wrap_socket(connection, server_side=True)
+            greeting = _received(connection, HELLO.size)
         number = None
         if len(greeting) == HELLO.size:
             number = engine_of(greeting, [link.key for link in self._links])
@@ -365,6 +375,14 @@ class Transfer:
             return
         link.socket = connection
         link.met.set()
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer if the other end closes the connection."""
+    data = b""
+    while len(data) < size and (more := connection.recv(size - len(data))):
+        data += more
+    return data
 
 
 class BroadcastSender:

@@ -37,6 +37,7 @@ from pyrl_ext.rollout.remote.identity import Identity, identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import RPC, Answer
 from pyrl_ext.rollout.remote.router import Router, ServerState, Traffic
 from pyrl_ext.rollout.remote.server_update import Pause, ServerUpdate, Step, reason_of, run_step
+from pyrl_ext.rollout.remote.tls import Certificate, certificate_of
 from pyrl_ext.rollout.remote.weight_protocol import NO_BASE, SILENCE_SHARE, UpdateInfo
 from pyrl_ext.rollout.remote.weight_sender import Transfer, Way
 
@@ -59,6 +60,7 @@ class Weights:
         device: of the tensors
         broadcast: the sender's bytes go to all servers at once. ``named`` then has to give the
             tensors again, for servers that miss them because another one failed
+        certificate: of this host, for encrypted bytes; None: they are not encrypted
         sent: copies of what this rank sent before: only changes are sent where all servers hold the
             same; None: everything is sent. ``named`` then has to give the tensors again too
     """
@@ -72,6 +74,7 @@ class Weights:
     device: torch.device | str = "cpu"
     broadcast: bool = False
     sent: SentBuckets | None = None
+    certificate: Certificate | None = None
 
 
 @dataclass
@@ -210,6 +213,7 @@ class _Sync:
             broadcast=broadcast and bool(addresses),
             sent=sent if addresses else None,
             delta=delta,
+            certificate=weights.certificate,
         )
         if sent is not None:
             sent.sync = ""
@@ -324,6 +328,7 @@ class Publisher:
         self._done = Published()
         self._version: int | None = None
         self._sent = SentBuckets() if plan.rollout.delta_sync else None
+        self._certificate = certificate_of(plan)
 
     def __call__(
         self,
@@ -348,6 +353,7 @@ class Publisher:
             self.device,
             rollout.transport == "broadcast",
             self._sent,
+            self._certificate,
         )
         for asked in self._done.asked.values():
             asked.cancel()

@@ -12,11 +12,13 @@ from pyrl_ext import train
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote.identity import identity_of
+from tests.helpers.certificates import Authority, Pair
+from tests.helpers.guarded import key_folder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import rows_of
-from tests.helpers.server_processes import server_processes
+from tests.helpers.server_processes import ServerProcess, server_processes
 from tests.helpers.server_runs import COMMON, assert_same, over, run
-from tests.helpers.servers import running
+from tests.helpers.servers import free_port, running
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.multiprocess]
@@ -63,6 +65,32 @@ def test_train_over_a_server_with_states_equals_the_engine_beside_the_trainer(tm
         one.server.identity = identity_of(plan)
         code, said = run(tmp_path / "apart", *STATES, f"rollout.servers={[one.url]}")
     assert code == 0, said
+    assert_same(tmp_path / "apart", tmp_path / "beside")
+    assert_proved(tmp_path / "apart", 1)
+
+
+def test_train_over_tls_equals_the_engine_beside_the_trainer(tmp_path: Path):
+    """With keys, by an engine that knows its address. One that has another certificate is out."""
+    assert run(tmp_path / "beside")[0] == 0
+    authority = Authority(tmp_path / "ca")
+    (tmp_path / "keys").mkdir()
+    keys = f"rollout.keys={key_folder(tmp_path / 'keys')}"
+
+    def options(pair: Pair, address: str) -> list[str]:
+        return [f"rollout.servers=[{address}]", keys, *authority.options(pair)]
+
+    right = authority.sign("right", "IP:127.0.0.1")
+    wrong = authority.sign("wrong", "IP:127.0.0.2")
+    for name, pair in (("apart", right), ("refused", wrong)):
+        port = free_port()
+        given = options(pair, f"https://127.0.0.1:{port}")
+        with ServerProcess(tmp_path / f"{name}.log", [*COMMON, *given], port) as server:
+            assert server.address == f"https://127.0.0.1:{port}"
+            code, said = run(tmp_path / name, *given, "rollout.publish_timeout=20")
+        if name == "apart":
+            assert code == 0, said
+        else:
+            assert code == 1 and "certificate is not valid for '127.0.0.1'" in said
     assert_same(tmp_path / "apart", tmp_path / "beside")
     assert_proved(tmp_path / "apart", 1)
 
