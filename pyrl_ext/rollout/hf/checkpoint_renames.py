@@ -29,8 +29,12 @@ MIXTRAL = {
     r"(\.experts(?:\.\d+)?)\.up_proj": r"\1.w3",
     r"(\.experts(?:\.\d+)?)\.down_proj": r"\1.w2",
 }
-RENAMED = {"kimi_k25": KIMI, "nemotron_h": {r"^model\.": "backbone."}}
-RENAMED |= {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL}
+RENAMED = {
+    "kimi_k25": KIMI,
+    "nemotron_h": {r"^model\.": "backbone."},
+    "mixtral": MIXTRAL,
+    "minimax_m2": MIXTRAL,
+}
 _ATTENTION = re.compile(r"(.*blocks\.\d+)\.attn\.([qkv])_proj(.*)")
 
 

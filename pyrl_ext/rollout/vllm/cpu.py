@@ -96,6 +96,7 @@ def patch() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils import cpu_triton_utils
 
@@ -114,6 +115,8 @@ def patch() -> None:
     method._setup_kernel = packing_again
     embedding: Any = vocab_parallel_embedding.UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = _unpacked
+    router: Any = cpu_router.CPURouter
+    router.__init__ = _with_one_group(router.__init__)
     FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)
     cpu_triton_utils._expand_kernel_impl = _expand  # type: ignore  # of engines that start later
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
@@ -144,6 +147,20 @@ def _without_adapters(finish: Callable[[Any], None]) -> Callable[[Any], None]:
         finish(self)
 
     return post_init
+
+
+def _with_one_group(make: Callable[..., None]) -> Callable[..., None]:
+    """vLLM 0.32's router for CPUs scores by sigmoid only where experts have groups
+    (`router/cpu_router.py`): without groups, as in MiniMax-M2, all experts are one."""
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
+
+    return init
 
 
 def _unpacked(_method: Any, layer: Any) -> None:

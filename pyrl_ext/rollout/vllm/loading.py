@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,7 @@ class Loading(AdapterLoading):
 
     def _reload_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         draft = DraftLoad(self._draft_model(), self.vllm_config)
+        _name_loaders(self._held_model())
         with self._without_adapters():
             try:
                 self.reload_weights(weights_iterator=draft.without_drafts(weights))
@@ -169,3 +171,12 @@ class Loading(AdapterLoading):
                 )
                 vector = torch.arange(1.0, width + 1).sin().to(weight.dtype)[None]
                 yield f"{name}.weight as packed", packed(vector, weight, None)
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """vLLM 0.32's reload compares the name of each weight's loader (`reload/layerwise.py`). That of
+    MiniMax-M2's norms is a `functools.partial` (`minimax_rms_norm/rms_norm_tp.py`), without one."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = "partial"  # type: ignore[attr-defined]
