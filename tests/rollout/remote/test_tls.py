@@ -34,6 +34,7 @@ pytestmark = pytest.mark.multiprocess
 KEYS = Keys("g" * 32, "c" * 32)
 HERE = ("DNS:localhost", "IP:127.0.0.1")
 WEIGHTS = {"a.weight": torch.arange(40_000.0), "b.weight": torch.arange(6.0)}
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "
 SHAPES = {name: tuple(value.shape) for name, value in WEIGHTS.items()}
 
 
@@ -147,19 +148,39 @@ async def test_both_ends_speak_tls_or_neither(authority: Authority, certificate:
 async def test_a_silent_connection_is_closed(
     certificate: Certificate, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ):
-    """Before the handshake as after it."""
+    """Before the handshake, after it, and with half a head."""
     monkeypatch.setattr(embedded, "HEAD_S", 1.0)
     async with served(HFEngine(GLM), tls=certificate.context) as there:
         port = int(there.url.rpartition(":")[2])
         trust = trusting(authority.cert)
-        for tls in (None, trust):
+        for tls, said in ((None, b""), (trust, b""), (trust, HALF)):
             name = None if tls is None else "localhost"
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", port, ssl=tls, server_hostname=name
             )
-            assert await asyncio.wait_for(reader.read(), DEADLINE) == b""
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
         assert await info(Server(there.url, tls=trust)) == {"weight_version": None}
+
+
+async def test_a_host_has_so_many_silent_connections(
+    certificate: Certificate, authority: Authority, monkeypatch: pytest.MonkeyPatch
+):
+    """The oldest is closed when one more is there."""
+    monkeypatch.setattr(embedded, "HEAD_S", DEADLINE)
+    monkeypatch.setattr(embedded, "MAX_RECENT", 2)
+    trust = trusting(authority.cert)
+    async with served(HFEngine(GLM), tls=certificate.context) as there:
+        port = int(there.url.rpartition(":")[2])
+        made: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        for _ in range(3):
+            await asyncio.sleep(2 * embedded.LOOK_S)  # they are looked at in this order
+            made.append(await asyncio.open_connection("localhost", port, ssl=trust))
+        assert await asyncio.wait_for(made[0][0].read(), 60) == b""
+        assert not made[1][0].at_eof()
+        for _, writer in made:
+            writer.close()
 
 
 # weights -----------------------------------------------------------------------------------------
@@ -224,6 +245,7 @@ async def test_an_engine_takes_weights_of_one_certificate_alone(
 ):
     """Not even of another that the authority signed; nor without TLS."""
     transfer, info = sending
+    info = info.model_copy(update={"silence": 60.0})  # it would wait so long for bytes
     (sender,) = info.senders
     for digest, found in (
         ("0" * 64, "a sender with another certificate, expected the trainer's"),
