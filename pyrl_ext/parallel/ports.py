@@ -40,10 +40,12 @@ class Absence:
     Args:
         reason: with the holder of the port, if that is a process of this machine
         is_taken: another program answers there
+        is_distrusted: its certificate is not taken; the engine itself may work
     """
 
     reason: str
     is_taken: bool = False
+    is_distrusted: bool = False
 
 
 def absence_at(
@@ -65,11 +67,13 @@ def absence_at(
         reply = connection.getresponse()
         body = reply.read(1)
     except RemoteDisconnected:
-        return Absence("the connection ended without an answer")
+        hint = "; an engine with rollout.tls does so where the plan has none" if tls is None else ""
+        return Absence(f"the connection ended without an answer{hint}")
     except HTTPException:
         return _taken(address, "has no HTTP answer")
     except OSError as error:
-        return Absence(_reason_of(error))
+        distrusted = isinstance(error, ssl.SSLCertVerificationError)
+        return Absence(_reason_of(error), is_distrusted=distrusted)
     finally:
         connection.close()
     # engines answer 200 and no body, or 503 if they fail

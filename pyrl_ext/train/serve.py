@@ -44,7 +44,7 @@ class Watched:
         self.command = command
         self.log = log
         self.failed = self.silent = 0
-        self.answered = self.starved = False
+        self.answered = self.starved = self.distrusted = False
         self.start()
 
     def start(self) -> None:
@@ -80,12 +80,18 @@ class Watched:
             self.silent = 0
             self.failed = 0
             self.starved = False
+            self.distrusted = False
             return
         starved = none_free(self.process.pid) if status is None and self.answered else None
         if starved is not None:  # it works, and answers again once connections are closed
             if not self.starved:
                 say(f"{address} cannot answer: {starved}. Close its port to strangers")
             self.starved = True
+            return
+        if absence is not None and absence.is_distrusted and self.answered:
+            if not self.distrusted:
+                say(f"{address} is not trusted: {absence.reason}. It goes on with what it does")
+            self.distrusted = True
             return
         self.silent += self.answered
         if status is None and self.silent < SILENT:

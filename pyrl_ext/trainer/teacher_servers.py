@@ -22,7 +22,7 @@ from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.waiting import Wait
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import RolloutSamples
-from pyrl_ext.rollout.remote.auth import Keys, read_key
+from pyrl_ext.rollout.remote.auth import read_key
 from pyrl_ext.rollout.remote.client import Server, ServerFailed
 
 MODELS = "/v1/models"
@@ -58,7 +58,7 @@ class TeacherServers:
     """The servers of a plan's teacher, each asked with the name under which it has the model."""
 
     plan: Plan
-    keys: Keys
+    key: str | None
     models: Mapping[str, str]
     """address -> name"""
 
@@ -72,13 +72,13 @@ class TeacherServers:
         if not plan.teacher.servers:
             return None
         with agreeing("RolloutStep.build", "models of teacher.servers", topo.world) as doing:
-            keys = Keys()
+            key = None
             if plan.teacher.key is not None:
-                keys = Keys(control=read_key(Path(plan.resolve(plan.teacher.key)), "teacher.key"))
+                key = read_key(Path(plan.resolve(plan.teacher.key)), "teacher.key")
             with Wait("the models of the teacher's servers").counted():
-                models = asyncio.run(_models_of(plan, keys))
+                models = asyncio.run(_models_of(plan, key))
             doing.append(models)
-        return cls(plan, keys, models)
+        return cls(plan, key, models)
 
     def logprobs(self, rollout: RolloutSamples, topo: Topology) -> list[Tensor]:
         """For each sample of this rank [T - 1] float32, of the tokens after its first one [nats].
@@ -112,7 +112,7 @@ class TeacherServers:
                         line = f"teacher.servers: {error}; it is not asked again in this step"
                         print(line, file=sys.stderr, flush=True)
 
-        async with _opened(self.plan, self.keys) as servers:
+        async with _opened(self.plan, self.key) as servers:
             while waiting:
                 left = [server for server in servers if server.address not in failed]
                 if not left:
@@ -177,9 +177,9 @@ def logprobs_in(answer: Mapping[str, Any], tokens: Sequence[int], where: str) ->
     return torch.tensor(found)
 
 
-async def _models_of(plan: Plan, keys: Keys) -> dict[str, str]:
+async def _models_of(plan: Plan, key: str | None) -> dict[str, str]:
     """Address -> name of the teacher there."""
-    async with _opened(plan, keys) as servers:
+    async with _opened(plan, key) as servers:
         names = await asyncio.gather(*(_ask_model(server, plan) for server in servers))
     return dict(zip(plan.teacher.servers, names, strict=True))
 
@@ -213,10 +213,10 @@ async def _ask_model(server: Server, plan: Plan) -> str:
 
 
 @asynccontextmanager
-async def _opened(plan: Plan, keys: Keys) -> AsyncGenerator[list[Server]]:
+async def _opened(plan: Plan, key: str | None) -> AsyncGenerator[list[Server]]:
     """Clients of the servers, closed in the end."""
     # each is asked in every step, and another one takes the samples of one that is not reached
-    servers = [Server(address, keys, patience=0.0) for address in plan.teacher.servers]
+    servers = [Server(address, bearer=key, patience=0.0) for address in plan.teacher.servers]
     try:
         yield servers
     finally:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 
 from pyrl_ext.parallel.open_files import none_free
 from pyrl_ext.rollout.remote.commands import Command, commands_of
+from pyrl_ext.rollout.remote.tls import trusting
 from pyrl_ext.train import serve
 from tests.helpers.certificates import Authority
 from tests.helpers.deadline import until
@@ -122,6 +124,49 @@ def test_look_leaves_an_engine_whose_files_others_hold(
     finally:
         for each in strangers:
             each.close()
+        engine.end(signal.SIGKILL)
+        engine.close()
+
+
+SECURE = """
+import ssl, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain(sys.argv[2], sys.argv[3])
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Health)
+server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
+"""
+
+
+def test_look_leaves_an_engine_whose_certificate_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As when it expires: it may be in the middle of a step."""
+    monkeypatch.setattr(serve, "SILENT", 2)
+    own, other = (Authority(tmp_path / name) for name in ("own", "other"))
+    pair = own.sign("engine", "IP:127.0.0.1")
+    port = free_port()
+    address = f"https://127.0.0.1:{port}"
+    command = (sys.executable, "-c", SECURE, str(port), pair.cert, pair.key)
+    engine = serve.Watched(Command(address, command, {}, trusting(own.cert)), tmp_path / "log")
+    first = engine.process.pid
+    try:
+        until(lambda: engine.look() or engine.answered)
+        engine.command = replace(engine.command, tls=trusting(other.cert))
+        for _ in range(5):
+            engine.look()
+        assert engine.process.pid == first and engine.distrusted
+        said = capsys.readouterr().out
+        assert said.count("is not trusted: ") == 1 and "rollout.tls.ca signed" in said
+        engine.command = replace(engine.command, tls=trusting(own.cert))
+        engine.look()
+        assert not engine.distrusted
+    finally:
         engine.end(signal.SIGKILL)
         engine.close()
 

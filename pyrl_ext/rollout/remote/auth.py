@@ -306,17 +306,29 @@ class Auth:
         proof = self.guard.proof(headers, port or 0)
         added = [(name.lower().encode(), value.encode()) for name, value in proof.items()]
 
+        begun = False
+
         async def proven(message: Any) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        if refused is None:
-            return await self.app(scope, receive, proven)
-        status, reason = refused
-        kind = [(b"content-type", b"application/json")]
-        await proven({"type": "http.response.start", "status": status, "headers": kind})
-        await send({"type": "http.response.body", "body": refusal_body(status, reason)})
+        async def refuse(status: int, reason: str) -> None:
+            kind = [(b"content-type", b"application/json")]
+            await proven({"type": "http.response.start", "status": status, "headers": kind})
+            await send({"type": "http.response.body", "body": refusal_body(status, reason)})
+
+        if refused is not None:
+            return await refuse(*refused)
+        try:
+            await self.app(scope, receive, proven)
+        except Exception as error:
+            # starlette answers it outside of all middleware, where no proof is added
+            if not begun:
+                await refuse(500, f"{type(error).__name__}: {error}")
+            raise
 
     def _refusal(self, scope: Any, headers: Mapping[str, str], port: int) -> tuple[int, str] | None:
         if scope["type"] != "http":

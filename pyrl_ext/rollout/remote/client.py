@@ -21,6 +21,7 @@ from pyrl_ext.rollout.remote.cuts import CUT_S, is_cut, reached_soon
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 
 BUSY = 10  # request_timeout is so much longer for a server that generates for other requests
+UNPROVEN_S = 1.0  # longest time for the text of an answer that is refused [s]
 SHOWN = 300  # characters of a server's text in a message
 GONE = (aiohttp.ClientError, OSError)  # of a connection, or what is no HTTP
 WRONG = (400, 413, 422)  # the request itself is wrong: no server takes it
@@ -63,6 +64,7 @@ class Server:
     Args:
         address: http://host:port, or https:// with ``tls``
         keys: that it asks for; they are not sent, see `auth`
+        bearer: a key that is sent as it is, to a server of other programs; None: there is none
         silence: longest time without a token of a request [s]; ten times that while the server
             generates for others: it may hold more requests than it runs at once
         patience: longest time in which a call is made again, since the network is cut [s]
@@ -78,6 +80,7 @@ class Server:
     silence: float = 120.0
     patience: float = CUT_S
     tls: ssl.SSLContext | None = None
+    bearer: str | None = None
     failure: ServerFailed | None = None
     paused: bool = False
     _flights: set[_Flight] = field(default_factory=set[_Flight], repr=False)
@@ -243,6 +246,8 @@ class Server:
         host = urlsplit(self.address).netloc.lower()
         challenge = secrets.token_hex(32)
         headers = {} if key is None else {"Host": host, auth.CHALLENGE: challenge}
+        if self.bearer is not None and path != protocol.HEALTH:
+            headers["Authorization"] = f"Bearer {self.bearer}"
         if key is not None and number is not None:
             headers["Authorization"] = auth.token_of(key, host, number)
         url = self.address + path
@@ -315,7 +320,9 @@ async def _unproven(reply: aiohttp.ClientResponse) -> str:
     """The message that an answer lacks its proof, or has a wrong one."""
     text = ""
     if reply.status != 200:
-        text = f" {(await reply.content.read(SHOWN)).decode(errors='replace')}"
+        with suppress(TimeoutError):  # a part of it may never come
+            async with asyncio.timeout(UNPROVEN_S):
+                text = f" {(await reply.content.read(SHOWN)).decode(errors='replace')}"
     if auth.PROOF in reply.headers:
         found = "with a wrong proof that it knows the control key"
         advice = "It has other keys than rollout.keys, or another program answers for it"

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, cast
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import torch
@@ -24,6 +25,7 @@ from aiohttp.web_protocol import RequestHandler
 from pydantic import BaseModel, Field, TypeAdapter
 
 from pyrl_ext.parallel.open_files import SERVER_CONNECTIONS, allow_open_files
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -39,6 +41,7 @@ from pyrl_ext.rollout.remote.weight_receiver import StagedUpdate
 
 LOOK_S = 0.5  # between two looks at a connection before its TLS began
 RETRY_S = 5  # after which a client without a place may try again
+HANDSHAKE_S = 10.0  # of TLS
 HEAD_S = 30.0  # a connection that asks for nothing in this time is closed
 MAX_RECENT = 4096  # connections of a peer, after which the oldest is closed if it was silent
 BACKLOG = 1024  # connections that wait to be accepted
@@ -116,11 +119,11 @@ class EmbeddedServer:
             assert runner.server is not None  # `setup`
             connection = runner.server()
             # asyncio gives it its transport in the next round, or once TLS has begun
-            end = 0.0 if tls is None else loop.time() + HEAD_S
+            end = 0.0 if tls is None else loop.time() + HANDSHAKE_S
             loop.call_soon(loop.call_soon, self._opened, connection, end)
             return connection
 
-        limit = None if tls is None else HEAD_S
+        limit = None if tls is None else HANDSHAKE_S
         server = await loop.create_server(
             connected, sock=listening, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit
         )
@@ -389,6 +392,16 @@ async def serve(
         server.worker.stop()
 
 
+def address_of(plan: Plan, host: str, port: int) -> str | None:
+    """The address by which the trainer of a plan calls the engine at a host, whose name may have
+    capitals there; None: it calls none there."""
+    for address in plan.addresses:
+        place = urlsplit(address)
+        if (place.hostname, place.port) == (host.lower(), port):
+            return address
+    return None
+
+
 def main() -> int:
     parser = plan_parser("pyrl_ext.rollout.remote.embedded", __doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -408,8 +421,7 @@ def main() -> int:
     assert isinstance(engine, HFEngine)  # a rule says so
     server = EmbeddedServer(engine, max_tokens(plan), identity_of(plan))
     tls = None if certificate is None else certificate.context
-    address = f"{'http' if tls is None else 'https'}://{options.host}:{options.port}"
-    guard = auth.Guard(keys, address if address in plan.addresses else None)
+    guard = auth.Guard(keys, address_of(plan, options.host, options.port))
     asyncio.run(serve(server, listening, guard, tls))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

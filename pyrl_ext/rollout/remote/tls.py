@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,17 +43,19 @@ class Certificate:
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
+        with suppress(OSError):  # it is missing, which the next lines say
             require_private(Path(key), "rollout.tls.key")
+        try:
             context.load_cert_chain(cert, key, password="")  # or it asks the terminal
             text = Path(cert).read_text(encoding="ascii").partition(END)[0] + END
-        except (OSError, UnicodeDecodeError) as error:
+            first = text[text.index("-----BEGIN CERTIFICATE-----") :]
+            digest = _digest(ssl.PEM_cert_to_DER_cert(first))
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"rollout.tls: cert {cert} and key {key}, {error}, expected PEM files of a "
                 "certificate and its private key without a passphrase"
             ) from None
-        first = text[text.index("-----BEGIN CERTIFICATE") :]
-        return cls(context, _digest(ssl.PEM_cert_to_DER_cert(first)))
+        return cls(context, digest)
 
 
 def certificate_of(plan: Plan) -> Certificate | None:

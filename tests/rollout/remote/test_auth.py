@@ -164,6 +164,26 @@ def test_asgi_auth_proves_itself_in_each_answer(keys: None):
         assert (b"pyrl-proof" in dict(answer["headers"])) == (status == 401)
 
 
+def test_asgi_auth_proves_itself_where_the_application_fails(keys: None):
+    """Starlette would answer outside of all middleware."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def application(*_: Any) -> None:
+        raise RuntimeError("no weights came")
+
+    headers = [(b"host", b"gpu-17:8000"), (b"pyrl-challenge", CHALLENGED.encode())]
+    scope = {"type": "http", "method": "GET", "path": HEALTH, "raw_path": HEALTH.encode()}
+    scope |= {"headers": headers, "server": ("127.0.0.1", 8000)}
+    with pytest.raises(RuntimeError, match="no weights came"):  # for the log
+        asyncio.run(Auth(application)(scope, None, send))
+    head, body = sent
+    assert head["status"] == 500 and b"pyrl-proof" in dict(head["headers"])
+    assert json.loads(body["body"])["error"]["message"] == "RuntimeError: no weights came"
+
+
 def test_asgi_auth_serves_no_other_name_to_who_has_no_key(
     keys: None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -23,6 +23,7 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.remote import embedded, embedded_worker
 from pyrl_ext.rollout.remote.auth import Keys
+from pyrl_ext.rollout.remote.embedded import address_of
 from pyrl_ext.rollout.remote.embedded_worker import MAX_BATCHES, TooBusy, Worker
 from pyrl_ext.rollout.remote.identity import difference, make_identity
 from pyrl_ext.rollout.remote.protocol import GENERATE, HEALTH, Answer, Request
@@ -31,6 +32,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
 from tests.helpers.servers import Gate, served
 from tests.helpers.tiny import CONFIG as TINY
+from tests.helpers.tiny import tiny_plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -420,6 +422,15 @@ async def test_weights_that_make_nan_end_requests_with_an_error():
     async with served(engine) as client:
         with pytest.raises(ValueError, match=r"an error, .*non-finite|logprob"):
             await client.generate(request_of(prompt, 0))
+
+
+def test_address_of_is_that_of_the_plan_with_its_capitals():
+    """A name is compared without them; an engine that did not know its address would answer for any
+    name."""
+    plan = tiny_plan("rollout.servers=[http://GPU-17:8000]", "rollout.keys=keys")
+    assert address_of(plan, "gpu-17", 8000) == "http://GPU-17:8000"
+    assert address_of(plan, "gpu-17", 8001) is None
+    assert address_of(plan, "gpu-18", 8000) is None
 
 
 def test_embedded_says_its_address_first_and_ends_with_its_parent(tmp_path: Path):

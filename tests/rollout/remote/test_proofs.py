@@ -280,11 +280,19 @@ async def hangs(http: web.Request) -> web.Response:
     return web.Response()
 
 
+async def stalls(http: web.Request) -> web.StreamResponse:
+    reply = web.StreamResponse(status=404, headers={"Content-Length": "900"})
+    await reply.prepare(http)
+    await asyncio.sleep(DEADLINE)
+    return reply
+
+
 OLD = r"without a proof that it knows the control key, expected the header .*older version"
 WRONG = r"/health: 200 with a wrong proof .*rollout\.keys, or another program"
 IMPOSTORS: dict[str, tuple[Answer, str]] = {
     "no proof": (answers(), f"/health: 200 {OLD}"),
     "an old server": (answers(404), f"/health: 404 hello {OLD}"),
+    "stalls": (stalls, "/health: 404 without a proof that it knows the control key"),
     "elsewhere": (answers(307, Location="http://127.0.0.1:9/"), f"/health: 307 hello {OLD}"),
     "another key": (with_another_key, WRONG),
     "wrong": (answers(proof=f"{'a' * 64} {'0' * 64}"), WRONG),

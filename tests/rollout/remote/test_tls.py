@@ -290,6 +290,8 @@ def test_files_are_refused_that_hold_no_pair(authority: Authority, tmp_path: Pat
     missing = tmp_path / "missing"
     locked = tmp_path / "locked"
     openssl("ec", "-aes128", "-passout", "pass:secret", "-in", one.key, "-out", locked)
+    trusted = tmp_path / "trusted"
+    openssl("x509", "-in", one.cert, "-trustout", "-out", trusted)
     for cert, key in (
         (one.cert, two.key),
         (one.cert, empty),
@@ -298,6 +300,7 @@ def test_files_are_refused_that_hold_no_pair(authority: Authority, tmp_path: Pat
         (missing, one.key),
         (one.key, one.key),
         (one.cert, locked),
+        (trusted, one.key),
     ):
         with pytest.raises(
             ValueError, match=r"rollout\.tls: cert .* and key .*, expected PEM files"
