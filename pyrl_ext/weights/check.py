@@ -26,6 +26,7 @@ from pyrl_ext.rollout.engine import Engine
 FLOAT32_LIMIT = 1e-4
 ROUNDED_LIMIT = 0.1
 ROUTED_LIMIT = 0.5
+QUANTIZED_LIMIT = 0.2  # weights of the engine in 8 bits: up to 0.08 in a step of docs/rollouts.md
 MAX_SHOWN = 8
 
 
@@ -212,9 +213,9 @@ def mismatch_limit(plan: Plan) -> float | None:
         return None
     if {plan.model.dtype, plan.rollout_dtype} == {"float32"}:
         return FLOAT32_LIMIT
-    if rollout.quantization is not None:  # changes log-probs by as much as other experts do
+    if plan.router_layers and not plan.replay.old:
         return ROUTED_LIMIT
-    return ROUTED_LIMIT if plan.router_layers and not plan.replay.old else ROUNDED_LIMIT
+    return ROUNDED_LIMIT if rollout.quantization is None else QUANTIZED_LIMIT
 
 
 def check_batch(

@@ -227,6 +227,8 @@ def test_compile_plan_refuses_drafts_of_a_family_that_was_never_compared():
         ("glm47", ["lora.rank=8", "lora.publish=merge"], None),
         ("glm47", ["rollout.dtype=float32"], "rollout.dtype float32, expected bfloat16"),
         ("glm47", ["lora.rank=8", "lora.publish=adapter"], "adapters in the engine"),
+        ("glm47_355b", ["rollout.tp=8"], "width of shared experts 1536 (configs/glm47_355b"),
+        ("glm47_355b", ["rollout.tp=4"], None),
         ("glm47", ["hardware.gpu=A100"], "hardware.gpu A100, expected one of H100"),
         ("glm47", ["rollout.engine=hf"], "only vllm would read it"),
         ("qwen3_vl_30b", [], "with model.family qwen3_vl_moe, which has a vision tower"),

@@ -344,7 +344,7 @@ def test_check_batch_compares_tokens_of_this_version_alone(parts: Parts):
     [
         ((), 1e-4),
         (("rollout.dtype=bfloat16",), 0.1),
-        (("rollout.dtype=bfloat16", "rollout.engine=vllm", "rollout.quantization=fp8"), 0.5),
+        (("rollout.dtype=bfloat16", "rollout.engine=vllm", "rollout.quantization=fp8"), 0.2),
         (("model.dtype=bfloat16",), 0.1),
         (("model.dtype=bfloat16", "replay=off"), 0.5),
         (("rollout.top_k=5", "rollout.top_p=0.9"), 1e-4),

@@ -20,7 +20,8 @@ from pyrl_ext.plan.plan import Plan
 # vLLM's options that change how much a GPU holds.
 UNCOUNTED = {"kv_cache_dtype", "cpu_offload_gb", "num_gpu_blocks_override"}
 
-FP8_BYTES = 1 + 4 / 128**2  # an element, and its share of a float32 for each block of 128 x 128
+BLOCK = 128  # rows, and columns, of an 8-bit matrix that share a float32 scale
+FP8_BYTES = 1 + 4 / BLOCK**2
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,24 @@ def whole_weights(plan: Plan) -> int:
 
 def language_weights(plan: Plan) -> int:
     """Bytes of the language model's weights in the engine's types."""
-    total = engine_parameters(plan).total
+    counts = engine_parameters(plan)
     quantized = quantized_parameters(plan)
-    return plan.engine_bytes * (total - quantized) + int(quantized * matrix_bytes(plan))
+    kept = plan.engine_bytes * (counts.total - quantized)
+    dense = (quantized - counts.expert) * matrix_bytes(plan) if quantized else 0
+    experts = expert_weights(plan) if quantized else 0
+    return kept + int(dense + experts)
+
+
+def expert_weights(plan: Plan) -> float:
+    """Bytes of all routed experts in the engine. vLLM fills up those in 8 bits to whole blocks, on
+    each of its ranks."""
+    sizes = plan.sizes
+    filled = 1.0
+    if plan.rollout.quantization is not None and sizes.moe_intermediate_size:
+        splits = 1 if plan.rollout.engine_options.get("enable_expert_parallel") else plan.rollout.tp
+        for side in (sizes.hidden_size, sizes.moe_intermediate_size // splits):
+            filled *= -(-side // BLOCK) * BLOCK / side
+    return engine_parameters(plan).expert * matrix_bytes(plan) * filled
 
 
 def matrix_bytes(plan: Plan) -> float:

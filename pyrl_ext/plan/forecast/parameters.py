@@ -218,6 +218,17 @@ def quantized_parameters(plan: Plan) -> int:
     return total.expert + total.tensor - outside.tensor + whole
 
 
+def quantized_matrices(plan: Plan) -> int:
+    """Matrices that vLLM quantizes on a rank in each weight sync: of an expert two, since those of
+    gate and up projections are one, and of the rest of a layer about five."""
+    sizes = plan.sizes
+    held = sizes.num_experts
+    if plan.rollout.engine_options.get("enable_expert_parallel"):
+        held //= plan.rollout.tp
+    experts = (len(sizes.router_layers) + plan.draft_layers * bool(sizes.router_layers)) * held
+    return 2 * experts + 5 * (sizes.num_hidden_layers + plan.draft_layers)
+
+
 def published_factors(plan: Plan) -> Published:
     """All factors that the engine may get: it has no use for those of MTP layers."""
     sizes = plan.sizes
@@ -266,7 +277,10 @@ def loaded_tensors(plan: Plan) -> int:
         return sent
     every = sizes.num_tensors + plan.draft_layers * sizes.num_mtp_tensors
     layers = len(sizes.router_layers) + plan.draft_layers
-    together = layers * sizes.mlp_matrices * (sizes.num_experts - 1)
+    held = sizes.num_experts
+    if plan.rollout.engine_options.get("enable_expert_parallel"):
+        held //= plan.rollout.tp  # those of other ranks come one by one, and are dropped
+    together = layers * sizes.mlp_matrices * (held - 1)
     return round(sent * (every - together) / every)
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pyrl_ext.plan.forecast.compute_time import Spent, reached
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
-from pyrl_ext.plan.forecast.engine_memory import language_weights, matrix_bytes, state_bytes
+from pyrl_ext.plan.forecast.engine_memory import expert_weights, language_weights, state_bytes
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.parameters import engine_parameters
 from pyrl_ext.plan.forecast.workload import SampleLength, step_samples
@@ -57,12 +57,12 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     samples, prompts = _share(plan, engines, vllm)
     forward = model_flops(plan.sizes)
     peak = gpu.flops[plan.rollout_dtype]
-    kind = "projections"
-    if plan.rollout.quantization is not None:
-        kind = "fp8"
-        peak = gpu.flops["fp8"]
-    first = forward.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / tp
-    yield Spent.at("prompts", first, kind, peak, "each once")
+    pairs = sum(n * (n + 1) / 2 for n in prompts)
+    first = forward.of(sum(prompts), pairs, len(prompts)) / tp
+    spent = Spent.at("prompts", first, "projections", peak, "each once")
+    # attention and head have no 8-bit products
+    linear = forward.of(sum(prompts), 0, 0) / tp
+    yield spent._replace(seconds=spent.seconds - _saved(plan, gpu, linear))
     patches = len(prompts) * plan.estimate.images * plan.estimate.image_patches / tp
     for encoder in encoders(plan):
         yield Spent.at(encoder.name, patches * encoder.patch_flops, "projections", peak)
@@ -72,13 +72,14 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     states = state_bytes(plan, tp)
     counts = engine_parameters(plan)
     weights = language_weights(plan) / tp
-    experts = counts.expert * matrix_bytes(plan) / tp
+    experts = expert_weights(plan) / tp
     slots = _slots(plan, weights, cached + states, tp)
-    a_token = forward.of(1, mean, 1) / tp
+    rate = reached("projections", peak)
+    a_token = forward.of(1, mean, 1) / tp / rate
+    a_token -= _saved(plan, gpu, forward.of(1, 0, 0) / tp)
     drafts = plan.draft_layers
     kept = sum(ACCEPTED**drafted for drafted in range(drafts + 1))
     head = drafts * plan.sizes.vocab_size * plan.sizes.hidden_size * plan.engine_bytes / tp
-    rate = reached(kind, peak)
     memory = reached("memory", gpu.bandwidth)
     moved = seconds = launched = 0.0
     for tokens, running in running_over_time(tuple(s.response for s in samples), slots):
@@ -89,7 +90,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
             unread = experts * (1 - plan.sizes.topk / plan.sizes.num_experts) ** rows
         read = weights - unread + head + running * (cached + 2 * states)
         moved += passes * read
-        seconds += passes * max(read / memory, rows * a_token / rate)
+        seconds += passes * max(read / memory, rows * a_token)
         launched += passes * (plan.sizes.num_hidden_layers + drafts)
     note = f"{len(samples)} samples on each of {engines} engines, at most {slots} at a time"
     if drafts:
@@ -108,6 +109,14 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         calls = blocks * launched / (plan.sizes.num_hidden_layers + drafts)
         why = f"{ALL_REDUCE_SECONDS * 1e6:g} us each, however few bytes"
         yield Spent("all-reduces", calls, "call", calls * ALL_REDUCE_SECONDS, why)
+
+
+def _saved(plan: Plan, gpu: Gpu, flops: float) -> float:
+    """Seconds by which 8-bit products are faster than those in `rollout.dtype`."""
+    if plan.rollout.quantization is None:
+        return 0.0
+    slow = flops / reached("projections", gpu.flops[plan.rollout_dtype])
+    return slow - flops / reached("fp8", gpu.flops["fp8"])
 
 
 def _share(plan: Plan, engines: int, vllm: bool) -> tuple[list[SampleLength], list[int]]:

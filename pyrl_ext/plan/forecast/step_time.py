@@ -23,6 +23,7 @@ from pyrl_ext.plan.forecast.parameters import (
     loaded_tensors,
     optimizer_parameters,
     published,
+    quantized_matrices,
     rank_parameters,
     stage_parameters,
     trained_of_stage,
@@ -39,6 +40,8 @@ from pyrl_ext.plan.plan import Plan
 # `benchmarks.publish --host` on a Xeon with AMX, as hosts of H100 and H200 have
 TENSOR_SECONDS = 20e-6
 LOAD_SECONDS = 400e-6
+# of Python for vLLM to quantize a matrix of 128 x 128 on a CPU, with its arithmetic [s]
+CAST_SECONDS = 80e-6
 STEPPING = ("optimizer", "orthogonal updates", "gather weights")
 """Costs of an update that need the optimizer's state, or follow its step."""
 
@@ -163,6 +166,10 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         loaded = loaded_tensors(plan)
         why = f"{1e6 * LOAD_SECONDS:g} us of Python in vLLM's loader, experts of a kind together"
         yield Spent("load tensors", loaded, "tensor", LOAD_SECONDS * loaded, why)
+    if plan.rollout.quantization is not None:
+        casts = quantized_matrices(plan)
+        why = f"at most {1e6 * CAST_SECONDS:g} us for vLLM to quantize each, on a CPU"
+        yield Spent("quantize", casts, "tensor", CAST_SECONDS * casts, why)
     taken = total * plan.engine_bytes / plan.rollout.tp
     if plan.remote_engines:
         yield _sent_to_servers(plan, gpu, width * total, gathered.seconds)

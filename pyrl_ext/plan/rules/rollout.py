@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
+from pyrl_ext.plan.forecast.engine_memory import BLOCK
 from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.model.attention import head_widths
 from pyrl_ext.plan.model.hardware import GPUS, gpu_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
@@ -107,6 +109,21 @@ def the_engine_can_quantize(plan: Plan) -> Found:
     }
     if parts := [part for part, holds in unproved.items() if holds]:
         return f"{way} with {parts[0]}, expected null; their samples were never compared"
+    sizes = plan.sizes
+    heads = sizes.num_attention_heads * head_widths(sizes)[1]
+    wholes = {"num_attention_heads * width of a value": heads}
+    if len(sizes.router_layers) < sizes.num_hidden_layers:
+        wholes["intermediate_size"] = sizes.intermediate_size
+    if sizes.shared_expert_width:
+        wholes["width of shared experts"] = sizes.shared_expert_width
+    tp = plan.rollout.tp
+    odd = [f"{name} {whole}" for name, whole in wholes.items() if whole % (BLOCK * tp)]
+    if odd and plan.device == "cuda":
+        return (
+            f"{way} with rollout.tp {tp} and {', '.join(odd)} {in_config(plan)}, expected "
+            f"multiples of {BLOCK} on a GPU; vLLM quantizes activations in groups of so many. "
+            "Lower rollout.tp, or use null"
+        )
     gpu = gpu_of(plan)
     if gpu and "fp8" not in gpu.flops:
         having = ", ".join(name for name, each in GPUS.items() if "fp8" in each.flops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,17 @@ CPU_OUTPUTS = 32
 
 
 def quantizing(quantization: str | None) -> dict[str, Any]:
-    """Arguments of vLLM's engine whose weights are quantized as `rollout.quantization` names it."""
+    """Arguments of vLLM's engine whose weights are quantized as `rollout.quantization` names it.
+
+    Raises: ValueError for a processor on which vLLM has no kernel for them.
+    """
     if quantization is None:
         return {}
+    if cpu.installed() and "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        raise ValueError(
+            f"rollout.quantization: {quantization} on a processor without AMX, expected one with "
+            "it, or a GPU; vLLM for CPUs has no other kernels. Use null"
+        )
     return {"quantization": METHOD, "quantization_config": {"ignore": [f"re:{ROUTERS}"]}}
 
 

@@ -21,6 +21,7 @@ if find_spec("vllm") is None:
 
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.engine_memory import FP8_BYTES, expert_weights
 from pyrl_ext.plan.forecast.parameters import quantized_parameters
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.vllm import quantization
@@ -33,6 +34,7 @@ from tests.helpers.vllm_pair import (
     NEEDS_AMX,
     WITH_VLLM,
     Pair,
+    drafting_weights,
     prompts,
     random_weights,
     train_on_rank,
@@ -149,6 +151,27 @@ def check_refused(folder: Path, says: str, options: dict[str, Any] | None = None
             engine.load_weights(random_weights(hf, 1), version=1)
         with pytest.raises(RuntimeError, match="left the weights incomplete"):
             engine.generate(prompts(3), Sampling(max_new_tokens=2))
+
+
+def test_weights_of_narrow_experts_have_the_bytes_of_the_plan(tmp_path: Path):
+    """vLLM fills their matrices up to whole blocks; and an MTP layer is quantized as well."""
+    sizes = {"moe_intermediate_size": 96, "num_nextn_predict_layers": 1}
+    folder = wide_enough(tmp_path, "tiny", **sizes)
+    hf = HFEngine(folder)
+    asked: dict[str, Any] = {"num_experts": 8, "layer_ids": hf.routed.layer_ids, "max_tokens": 64}
+    engine = VLLMEngine(folder, dtype="bfloat16", quantization="fp8", draft_layers=1, **asked)
+    plan = compile_plan(
+        CONFIGS / "tiny.yaml",
+        [*options_of(folder), "model.mtp=true", "rollout.speculation=mtp"],
+    )
+    with closing(engine):
+        engine.load_weights(drafting_weights(hf, folder, 1).items(), version=1)
+        samples = engine.generate(prompts(5), Sampling(max_new_tokens=8, samples_per_prompt=4))
+        assert len(samples) == 4
+        models = [engine._engine.collective_rpc(name)[0] for name in ("get_model", "_draft_model")]
+        held = {p for model in models for p in model.parameters() if p.dtype == torch.float8_e4m3fn}
+        experts = sum(p.numel() for p in held if p.dim() == 3)
+    assert experts == round(expert_weights(plan) / FP8_BYTES)
 
 
 def test_train_with_quantized_weights_replays_routes(tmp_path: Path):
