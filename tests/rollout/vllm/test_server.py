@@ -38,8 +38,10 @@ from pyrl_ext.rollout.remote.holder import Run
 from pyrl_ext.rollout.remote.identity import identity_of, shapes_of
 from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 from pyrl_ext.rollout.remote.server_update import ServerUpdate
+from pyrl_ext.rollout.remote.tls import certificate_of, trust_of
 from pyrl_ext.rollout.remote.weight_sync import Published, Weights, publish, release
 from pyrl_ext.samples import Sampling
+from tests.helpers.certificates import Authority
 from tests.helpers.configs import CONFIGS, hf_of
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
@@ -64,20 +66,25 @@ LAYERS = (1, 2, 3)
 class Served:
     """The server, and the trainer's loop."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, authority: Authority | None = None):
+        scheme = "http" if authority is None else "https"
         with socket.create_server(("127.0.0.1", 0)) as door:
-            self.address = f"http://127.0.0.1:{door.getsockname()[1]}"
+            place = f"127.0.0.1:{door.getsockname()[1]}"
+        self.address = f"{scheme}://{place}"
+        if authority is not None:
+            overrides = (*overrides, *authority.options(authority.sign("engine", "IP:127.0.0.1")))
         keys = key_folder(folder)
         options = (f"rollout.servers=[{self.address}]", "rollout.engine=vllm", f"run={folder}")
         options = (*options, f"rollout.keys={keys}", *overrides)
         self.plan = tiny_plan(*options)
-        self.log = folder / f"engine-{self.address[17:]}.log"
+        self.log = folder / f"engine-{place.partition(':')[2]}.log"
         command = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.server = Server(self.address, keys=Keys.read(keys))
+        self.server = Server(self.address, keys=Keys.read(keys), tls=trust_of(self.plan))
+        self.certificate = certificate_of(self.plan)
         self.canary = canary_of(self.plan)
 
     def answers(self) -> None:
@@ -106,7 +113,8 @@ class Served:
         **more: Any,
     ) -> Published:
         shapes = shapes_of(self.plan)
-        weights = Weights(tensors.items(), version, shapes, broadcast=broadcast, sent=sent)
+        way = {"broadcast": broadcast, "sent": sent, "certificate": self.certificate}
+        weights = Weights(tensors.items(), version, shapes, **way)
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
         done.failed |= done.wait()
@@ -257,6 +265,18 @@ def test_publish_recovers_from_what_another_trainer_left(served: Served):
     served.publish(2)
     request = Request("after", tuple(range(3, 20)), 4, salt="2")
     check(served.generate(request), request, 2)
+
+
+def test_server_over_tls_equals_transformers(tmp_path: Path):
+    served = Served(tmp_path, authority=Authority(tmp_path / "ca"))
+    try:
+        served.answers()
+        for version in (1, 2):
+            assert served.publish(version).seen.keys() == {served.address}
+            request = Request(f"r{version}", tuple(range(3, 36)), 6, salt=str(version))
+            check(served.generate(request), request, version)
+    finally:
+        served.close()
 
 
 def test_server_that_drafts_equals_transformers(tmp_path: Path):
