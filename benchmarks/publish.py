@@ -445,8 +445,8 @@ def measure_host(engine: str, experts: int) -> HostTime:
 
 
 def host_row(engine: str) -> list[str]:
-    """What a tensor costs that is sent, from two models that load equally many; then what one costs
-    that vLLM loads."""
+    """Costs of a tensor that is sent, and of one that vLLM loads. The two models differ in the
+    tensors that are sent alone."""
     # vLLM cannot start again in a process whose process groups have ended
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as process:

@@ -64,6 +64,21 @@ class CentredResidualNorm(CentredNorm):
         return tuple(output.to(x.dtype) for output in outputs)
 
 
+def sharded_weight(
+    module: torch.nn.Module, group: Any, prefix: str, offsets: tuple, metadata: dict | None
+) -> dict[str, Any]:
+    """The weight of a module, of which every rank of ``group`` has some rows, for a distributed
+    checkpoint; the other arguments are those of megatron's `sharded_state_dict`."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {"weight": 0},
+        offsets,
+        tp_group=group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )
+
+
 class TurnedAttention(SelfAttention):
     """megatron's self-attention; queries and keys are turned in one pass, by cosines and sines that
     all layers of a microbatch share, instead of the angles that megatron hands over."""

@@ -7,13 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 from torch import Tensor
 
-from pyrl_ext.megatron.local_layers import RMSNorm, TurnedAttention
+from pyrl_ext.megatron.local_layers import RMSNorm, TurnedAttention, sharded_weight
 from pyrl_ext.ops.tensors import accum_dtype
 
 
@@ -43,14 +39,7 @@ class AllHeadsNorm(RMSNorm):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_weight(self, self.group, prefix, sharded_offsets, metadata)
 
 
 class _SplitNorm(torch.autograd.Function):

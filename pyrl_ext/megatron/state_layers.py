@@ -17,10 +17,9 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from pyrl_ext.megatron.local_layers import RMSNorm
+from pyrl_ext.megatron.local_layers import RMSNorm, sharded_weight
 from pyrl_ext.megatron.normed_attention import NormedAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, gated_delta_rule, ssd_scan
@@ -186,14 +185,7 @@ class GatedGroupNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_weight(self, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class PackedMamba(mamba_mixer.MambaMixer):

@@ -90,7 +90,7 @@ class Watched:
             return
         if absence is not None and absence.is_distrusted and self.answered:
             if not self.distrusted:
-                say(f"{address} is not trusted: {absence.reason}. It goes on with what it does")
+                say(f"{address} is not trusted: {absence.reason}. It is not started again")
             self.distrusted = True
             return
         self.silent += self.answered

@@ -27,7 +27,9 @@ NEAR = {  # atol, rtol
     torch.float64: (1e-14, 1e-13),
     torch.bfloat16: (1e-2, 2**-8),
 }
-ROWS, HEADS, WIDTH = 13, 8, 5
+ROWS = 13
+HEADS = 8
+WIDTH = 5
 EPS = 1e-3  # as large as some of the mean squares
 
 

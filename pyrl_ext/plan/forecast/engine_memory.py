@@ -79,29 +79,29 @@ def language_weights(plan: Plan) -> int:
     """Bytes of the language model's weights in the engine's types."""
     counts = engine_parameters(plan)
     quantized = quantized_parameters(plan)
+    if not quantized:
+        return plan.engine_bytes * counts.total
     kept = plan.engine_bytes * (counts.total - quantized)
-    dense = (quantized - counts.expert) * matrix_bytes(plan) if quantized else 0
-    experts = expert_weights(plan) if quantized else 0
-    return kept + int(dense + experts)
+    dense = FP8_BYTES * (quantized - counts.expert)
+    return kept + int(dense + expert_weights(plan))
 
 
 def expert_weights(plan: Plan) -> float:
     """Bytes of all routed experts in the engine. vLLM fills up those in 8 bits to whole blocks, on
     each of its ranks."""
     sizes = plan.sizes
-    filled = 1.0
-    if plan.rollout.quantization is not None and sizes.moe_intermediate_size:
-        splits = 1 if plan.rollout.engine_options.get("enable_expert_parallel") else plan.rollout.tp
-        for side in (sizes.hidden_size, sizes.moe_intermediate_size // splits):
-            filled *= -(-side // BLOCK) * BLOCK / side
-    return engine_parameters(plan).expert * matrix_bytes(plan) * filled
+    experts = engine_parameters(plan).expert
+    if plan.rollout.quantization is None or not experts:
+        return plan.engine_bytes * experts
+    width = sizes.moe_intermediate_size
+    if not plan.rollout.engine_options.get("enable_expert_parallel"):
+        width //= plan.rollout.tp
+    filled = _whole_blocks(width) / width * _whole_blocks(sizes.hidden_size) / sizes.hidden_size
+    return FP8_BYTES * experts * filled
 
 
-def matrix_bytes(plan: Plan) -> float:
-    """Bytes of an element of a matrix that `rollout.quantization` is for, with its scale."""
-    if plan.rollout.quantization is None:
-        return plan.engine_bytes
-    return FP8_BYTES
+def _whole_blocks(side: int) -> int:
+    return -(-side // BLOCK) * BLOCK
 
 
 def state_bytes(plan: Plan, tp: int) -> int:

@@ -222,11 +222,18 @@ def quantized_matrices(plan: Plan) -> int:
     """Matrices that vLLM quantizes on a rank in each weight sync: of an expert two, since those of
     gate and up projections are one, and of the rest of a layer about five."""
     sizes = plan.sizes
-    held = sizes.num_experts
-    if plan.rollout.engine_options.get("enable_expert_parallel"):
-        held //= plan.rollout.tp
-    experts = (len(sizes.router_layers) + plan.draft_layers * bool(sizes.router_layers)) * held
+    experts = 0
+    if sizes.router_layers:
+        experts = (len(sizes.router_layers) + plan.draft_layers) * _experts_on_rank(plan)
     return 2 * experts + 5 * (sizes.num_hidden_layers + plan.draft_layers)
+
+
+def _experts_on_rank(plan: Plan) -> int:
+    """Experts of a layer of which a rank of vLLM's engine has a part."""
+    experts = plan.sizes.num_experts
+    if plan.rollout.engine_options.get("enable_expert_parallel"):
+        return experts // plan.rollout.tp
+    return experts
 
 
 def published_factors(plan: Plan) -> Published:
@@ -277,10 +284,8 @@ def loaded_tensors(plan: Plan) -> int:
         return sent
     every = sizes.num_tensors + plan.draft_layers * sizes.num_mtp_tensors
     layers = len(sizes.router_layers) + plan.draft_layers
-    held = sizes.num_experts
-    if plan.rollout.engine_options.get("enable_expert_parallel"):
-        held //= plan.rollout.tp  # those of other ranks come one by one, and are dropped
-    together = layers * sizes.mlp_matrices * (held - 1)
+    # those of other ranks come one by one, and are dropped
+    together = layers * sizes.mlp_matrices * (_experts_on_rank(plan) - 1)
     return round(sent * (every - together) / every)
 
 

@@ -1,8 +1,8 @@
 """TLS between trainer and remote engines, with the files of ``rollout.tls``.
 
-Calls are HTTPS: the trainer checks that an authority of its own signed the engine's certificate for
-the name that it calls. For weights the engine connects to the trainer, and takes no certificate but
-the one whose digest the trainer sent it over HTTPS.
+Calls are HTTPS: the trainer checks that an authority in ``rollout.tls.ca`` signed the engine's
+certificate for the name in its address. For weights the engine connects to the trainer, and takes
+no certificate but the one whose digest the trainer sent it over HTTPS.
 """
 
 from __future__ import annotations

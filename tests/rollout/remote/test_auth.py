@@ -187,7 +187,7 @@ def test_asgi_auth_proves_itself_where_the_application_fails(keys: None):
 def test_asgi_auth_serves_no_other_name_to_who_has_no_key(
     keys: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where it knows its address."""
+    """If the guard knows the server's address."""
     monkeypatch.setenv(auth.ADDRESS_VARIABLE, "http://gpu-17:8000")
     for host, status in (("gpu-17:80", 200), ("10.0.0.1", 200), ("evil.example:8000", 403)):
         assert asgi(HEALTH, "nobody", headers=[(b"host", host.encode())]) == status

@@ -81,7 +81,7 @@ async def client_of(address: str, silence: float = DEADLINE) -> AsyncIterator[Se
 
 
 async def version_at(client: Server) -> object:
-    """What a call with the key answers."""
+    """The answer to a call that needs the key."""
     return await client.control(WEIGHT_INFO, method="GET")
 
 

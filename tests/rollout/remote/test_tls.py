@@ -119,7 +119,7 @@ async def test_the_commands_of_the_page_make_files_that_work(tmp_path: Path):
 
 
 async def test_both_ends_speak_tls_or_neither(authority: Authority, certificate: Certificate):
-    """What an end without TLS hears has no key."""
+    """An end without TLS receives no key."""
     heard: list[bytes] = []
 
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -197,7 +197,7 @@ def sending(certificate: Certificate) -> Iterator[tuple[Transfer, UpdateInfo]]:
 
 
 async def received(transfer: Transfer, info: UpdateInfo) -> dict[str, torch.Tensor]:
-    """What an engine gets."""
+    """The tensors that an engine receives."""
     staged = StagedUpdate(SHAPES)
     staged.start()
     work = asyncio.to_thread(transfer.send, WEIGHTS.items())

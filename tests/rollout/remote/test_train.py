@@ -69,9 +69,9 @@ def test_train_over_a_server_with_states_equals_the_engine_beside_the_trainer(tm
     assert_proved(tmp_path / "apart", 1)
 
 
-def test_train_over_tls_equals_the_engine_beside_the_trainer(tmp_path: Path):
-    """With keys, by an engine that knows its address. One that has another certificate is out."""
-    assert run(tmp_path / "beside")[0] == 0
+def test_train_over_tls_equals_the_colocated_engine(tmp_path: Path):
+    """With keys, by an engine that knows its address. One with another certificate is refused."""
+    assert run(tmp_path / "colocated")[0] == 0
     authority = Authority(tmp_path / "ca")
     (tmp_path / "keys").mkdir()
     keys = f"rollout.keys={key_folder(tmp_path / 'keys')}"
@@ -81,18 +81,18 @@ def test_train_over_tls_equals_the_engine_beside_the_trainer(tmp_path: Path):
 
     right = authority.sign("right", "IP:127.0.0.1")
     wrong = authority.sign("wrong", "IP:127.0.0.2")
-    for name, pair in (("apart", right), ("refused", wrong)):
+    for name, pair in (("remote", right), ("refused", wrong)):
         port = free_port()
         given = options(pair, f"https://127.0.0.1:{port}")
         with ServerProcess(tmp_path / f"{name}.log", [*COMMON, *given], port) as server:
             assert server.address == f"https://127.0.0.1:{port}"
             code, said = run(tmp_path / name, *given, "rollout.publish_timeout=20")
-        if name == "apart":
+        if name == "remote":
             assert code == 0, said
         else:
             assert code == 1 and "certificate is not valid for '127.0.0.1'" in said
-    assert_same(tmp_path / "apart", tmp_path / "beside")
-    assert_proved(tmp_path / "apart", 1)
+    assert_same(tmp_path / "remote", tmp_path / "colocated")
+    assert_proved(tmp_path / "remote", 1)
 
 
 def assert_proved(folder: Path, servers: int) -> None:
